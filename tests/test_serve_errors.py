@@ -93,6 +93,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "stop_token_ids": [96]}, "stop_token_ids", "96"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias.a", ""),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias.1", ""),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 1, "01": 2}}, "logit_bias", '="01" is not possible'),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"96": 1}}, "logit_bias", "96"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": [1]}, "logit_bias", ""),
     (COMPLETIONS, {"prompt": "a", "bad_words": [" "]}, "bad_words.0", ""),
@@ -122,6 +123,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", ""),
     (CHAT, {"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
     (CHAT, {"messages": USER, "store": True}, "store", ""),
+    (CHAT, {"messages": USER, "store": 0}, "store", "must be true or false"),
     (
         CHAT,
         {"messages": USER, "stream": True, "stream_options": {"include_obfuscation": True}},

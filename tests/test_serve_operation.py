@@ -13,8 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ import pytest
 from leapahead import LLM
 from leapahead.cli.serve import is_loopback, model_defaults
 from leapahead.core.errors import BadParameter
+from leapahead.grammar import Grammars
 from leapahead.models.toy import ToyTarget
 from leapahead.serve import keys, server
 from leapahead.serve.settings import Limits, Settings
@@ -318,6 +321,25 @@ def test_the_schema_is_complete_and_loads_nothing() -> None:
         assert statuses == {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503", "504"}
         for path in ("/docs", "/redoc"):
             assert running.get(path).status_code == 404
+
+
+def test_the_schema_does_not_delay_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on = Event(), Event()
+
+    def slow(*_: Any) -> None:
+        begun.set()
+        assert goes_on.wait(10)
+
+    monkeypatch.setattr(Grammars, "compile", slow)
+    with serving(toy_llm()) as running, ThreadPoolExecutor() as pool:
+        schema = pool.submit(running.get, "/openapi.json")
+        assert begun.wait(10)
+        try:
+            assert running.get("/health").status_code == 200
+            assert not schema.done()
+        finally:
+            goes_on.set()
+        assert schema.result().status_code == 200
 
 
 def test_settings_are_checked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
 from leapahead import LLM
+from leapahead.serve import bounds
 from tests.serving import Letters, Running, SlowToy, serving
 
 PATHS = (
@@ -47,6 +49,13 @@ def check(operation: Any, mode: GenerationMode, examples: int) -> None:
         case.call_and_validate(timeout=60)
 
     run()
+
+
+@pytest.mark.parametrize("size", [1, 2, 10, 11, 19, 96, 100, 101, 1250])
+def test_numbers_below_a_size_have_one_spelling(size: int) -> None:
+    pattern = re.compile(bounds.below(size))
+    assert [number for number in range(2 * size + 20) if pattern.match(str(number))] == list(range(size))
+    assert not any(pattern.match(f"0{number}") for number in range(size))
 
 
 def test_the_schema_has_these_paths(operations: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from leapahead import __version__
@@ -132,6 +132,7 @@ def make(llm: LLM, settings: Settings) -> tuple[ASGIApp, Worker]:
         title="leapahead",
         version=__version__,
         description="An OpenAI-compatible API: the text of plain decoding, with several tokens per forward pass.",
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         lifespan=life,
@@ -143,6 +144,12 @@ def make(llm: LLM, settings: Settings) -> tuple[ASGIApp, Worker]:
     app.include_router(tokenizing(service))
     app.include_router(describing(service))
     app.include_router(page.showing())
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def schema() -> Response:
+        await asyncio.to_thread(lambda: service.formats.has_grammars)  # compiles the vocabulary, the first time
+        return JSONResponse(app.openapi())
+
     _handle_errors(app)
     gate: ASGIApp = Gate(app, keys, settings.limits)
     if settings.cors:

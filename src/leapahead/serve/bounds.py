@@ -47,14 +47,15 @@ def apply(schema: Any, limits: Limits, info: TargetInfo, has_grammars: bool, has
 
 
 def below(size: int) -> str:
-    """A pattern of the decimal numbers from 0 to `size` - 1."""
+    """A pattern of the decimal numbers from 0 to `size` - 1, without leading zeros: each has one spelling."""
     digits = str(size - 1)
     count = len(digits)
     choices = [digits]
     if count > 1:
-        choices.append(f"[0-9]{{1,{count - 1}}}")
+        choices.append(f"0|[1-9][0-9]{{0,{count - 2}}}")
     for index, digit in enumerate(digits):
-        if digit != "0":
+        least = int(index == 0 and count > 1)
+        if int(digit) > least:
             rest = count - index - 1
-            choices.append(f"{digits[:index]}[0-{int(digit) - 1}]" + (f"[0-9]{{{rest}}}" if rest else ""))
+            choices.append(f"{digits[:index]}[{least}-{int(digit) - 1}]" + (f"[0-9]{{{rest}}}" if rest else ""))
     return f"^({'|'.join(choices)})$"

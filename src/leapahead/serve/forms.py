@@ -10,7 +10,7 @@ from leapahead.chat import ReasoningFormat, json_grammar
 from leapahead.core.text import Tokenizer
 from leapahead.grammar import Grammar
 from leapahead.serve.constraints import refusal
-from leapahead.serve.messages import Strict, Text
+from leapahead.serve.messages import BOOLEAN, Strict, Text
 
 MOST_CHOICES = 4096
 
@@ -92,7 +92,7 @@ class StructuredOutputs(Strict):
         ]
         | None
     ) = Field(None, alias="json")
-    json_object: Literal[True] | None = None
+    json_object: Annotated[Literal[True], BOOLEAN] | None = None
     regex: Text | None = None
     choice: Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)] | None = None
     grammar: Text | None = None

@@ -32,7 +32,14 @@ def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _boolean(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise ValueError("it must be true or false")
+    return value
+
+
 INTEGER = BeforeValidator(_integer)
+BOOLEAN = BeforeValidator(_boolean)  # of a literal, which 0 and 1 would pass
 
 
 def _kind(value: Any) -> str | None:

@@ -20,6 +20,7 @@ from leapahead.core.sampling import LEAST_TEMPERATURE
 from leapahead.serve.constraints import refusal
 from leapahead.serve.forms import ResponseFormat, StructuredOutputs
 from leapahead.serve.messages import (
+    BOOLEAN,
     INTEGER,
     LIMIT,
     Content,
@@ -53,7 +54,7 @@ TokenId = Annotated[int, _number("vocabulary"), INTEGER]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 BIAS = Field(ge=-100, le=100)
 Biases = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, BIAS]],
+    dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")], Annotated[float, BIAS]],
     Field(max_length=MOST_BIASES),
     WithJsonSchema(
         {
@@ -106,7 +107,7 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Annotated[Literal[False], BOOLEAN] | None = None
 
 
 class Extension(Strict):
@@ -233,7 +234,7 @@ class Generation(Strict):
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     logit_bias: Biases | None = None
     bad_words: Annotated[list[Visible], Field(max_length=MOST_IDS, fail_fast=True)] | None = None
-    skip_special_tokens: Literal[True] = True
+    skip_special_tokens: Annotated[Literal[True], BOOLEAN] = True
     stream: bool = False
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
@@ -328,7 +329,7 @@ class ChatRequest(Generation):
     tool_choice: Annotated[ToolChoiceParam | None, Field(json_schema_extra={LIMIT: "tools"})] = None
     parallel_tool_calls: Annotated[bool | None, Field(json_schema_extra={LIMIT: "tools"})] = None
     modalities: list[Literal["text"]] | None = None
-    store: Literal[False] | None = None
+    store: Annotated[Literal[False], BOOLEAN] | None = None
 
     model_config = ConfigDict(
         json_schema_extra={
