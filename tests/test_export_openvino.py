@@ -594,3 +594,16 @@ def test_the_command(leapahead: Any, tiny_folder: Path, tmp_path: Path, converte
     result = leapahead("export-openvino", str(tiny_folder), str(out))
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"error: {out} exists; name another folder, or replace it with the option --force\n"
+
+
+def test_the_bundled_model(leapahead: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+
+    def written(model: str, out: Path, weights: str, **_: Any) -> Exported:
+        given.append(model)
+        return Exported(out, weights, 0)
+
+    monkeypatch.setattr(loading, "bundled", lambda: str(tiny_folder))
+    monkeypatch.setattr("leapahead.models.openvino.export.export", written)
+    assert leapahead("export-openvino", "bundled", str(tmp_path / "out")).exit_code == 0
+    assert given == [str(tiny_folder)]

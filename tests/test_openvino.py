@@ -644,6 +644,13 @@ def test_a_full_cache_delays_or_refuses(exported: Path) -> None:
             llm.generate(text(200), max_new_tokens=1)
 
 
+def test_a_tiny_cache_refuses_prompts_and_not_the_model(exported: Path) -> None:
+    with LLM(str(exported), n_threads=1, cache_tokens=2) as llm:
+        assert len(llm.generate(text(8), max_new_tokens=9).tokens) == 9
+        with pytest.raises(LeapaheadError, match=r"the cache holds 32 tokens.*or load the model with larger cache_tok"):
+            llm.generate(text(60), max_new_tokens=1)
+
+
 @pytest.mark.slow
 def test_the_weights_digest_tells_models_apart(exported: Path, tmp_path: Path) -> None:
     torch.manual_seed(5)

@@ -10,6 +10,7 @@ from leapahead.cli import screen
 from leapahead.cli.command import Command, option
 from leapahead.cli.typed import HomePath
 from leapahead.core.errors import BadParameter
+from leapahead.models import loading
 from leapahead.models.openvino import export, gguf
 
 
@@ -30,10 +31,12 @@ from leapahead.models.openvino import export, gguf
 def export_openvino(model: str, out_dir: Path, weights: str | None, force: bool, trust_remote_code: bool) -> None:
     """Write MODEL as a folder for OpenVINO, with its tokenizer.
 
-    MODEL is a folder of a Transformers model, its name on the Hugging Face hub, or a GGUF file. The types f32 and bf16
-    keep the weights in that precision; int8 and int4 are quantised by NNCF. The weights of a GGUF file keep their own
-    types. A model whose logits would differ from those of Transformers is refused.
+    MODEL is a folder of a Transformers model, its name on the Hugging Face hub, a GGUF file, or "bundled". The types
+    f32 and bf16 keep the weights in that precision; int8 and int4 are quantised by NNCF. The weights of a GGUF file
+    keep their own types. A model whose logits would differ from those of Transformers is refused.
     """
+    if model == loading.BUNDLED:
+        model = loading.bundled()
     if model.lower().endswith(".gguf"):
         if weights is not None:
             raise BadParameter(f"--weights {weights} is not possible with a GGUF file, whose weights keep their types")

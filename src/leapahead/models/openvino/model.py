@@ -102,6 +102,7 @@ class OpenVinoTarget:
     ) -> None:
         self.model, self.lock = model, RLock()
         self.pool: Cache[Any] = model.new_cache(cache_tokens)
+        limit, self.pool.limit = self.pool.limit, UNLIMITED  # for the texts of the test
         self._window = UNLIMITED
         self._sessions: list[OpenVinoSession] = []
         self._last_rows, self._plain_steps = 0, 0  # of the last step, and how many were plain since one was not
@@ -118,7 +119,7 @@ class OpenVinoTarget:
             exact=exact,
             bucket=model.bucket,
             prepared=model.prepared,
-            cache_tokens=cache_tokens,
+            cache_tokens=limit,
         )
         self.info = replace(self.info, capabilities=selftest.capabilities(self, window))
         if exact and (wrong := selftest.differing_bits(self)):
@@ -128,6 +129,7 @@ class OpenVinoTarget:
             )
         self._warm_up()
         self.pool.forget()
+        self.pool.limit = limit
         # OpenVINO counts a sliding window by the row of a node and not by its depth, which differ in a tree.
         self._window = 0 if TREE not in self.info.capabilities else window or UNLIMITED
 
