@@ -549,7 +549,7 @@ def test_the_report_is_made_of_the_file_alone(run: Any, tmp_path: Path) -> None:
     for path in out.iterdir():
         if path.name != "bench.json":
             path.unlink()
-    again = run("--report-only")
+    again = run("--report-only", "--out", str(out), plain=True)
     assert again.exit_code == 0
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert report.markdown(results(out)) == before["report.md"].decode()
@@ -632,7 +632,7 @@ def test_a_bench_that_measured_nothing_is_refused_and_leaves_nothing(
         assert run().exit_code == 130
     assert not (tmp_path / "out").exists()
     record.Record.open(tmp_path / "out", {}, resume=False)  # as of a bench that was killed
-    result = run("--report-only")
+    result = run("--report-only", "--out", str(tmp_path / "out"), plain=True)
     assert result.exit_code == 2
     assert result.stderr.endswith("bench.json holds no results yet, since no cell was finished\n")
     assert run().exit_code == 0, "it holds no results, so that nothing is lost"
@@ -652,7 +652,7 @@ FOREIGN = (
 def test_a_file_that_is_not_a_benchs(run: Any, tmp_path: Path, content: Any, option: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / record.FILE).write_text(json.dumps(content))
-    result = run(option)
+    result = run(option, "--out", str(tmp_path / "out"), plain=option == "--report-only")
     assert result.exit_code == 2
     assert result.stderr.endswith("bench.json is not the result of a bench; choose another --out\n")
 
@@ -740,8 +740,11 @@ def test_bad_folders_and_files(run: Any, tmp_path: Path) -> None:
         (["--out", ""], "--out='' is no folder; give one"),
         (["--out", str(tmp_path / "foreign"), "--resume"], "is not the result of a bench"),
         (["--out", str(tmp_path / "nowhere"), "--report-only"], "cannot be read"),
+        (["--report-only", "-d", "auto"], "--drafter is not possible with --report-only, which measures nothing"),
+        (["--report-only", "--prompts", "mine.jsonl"], "--prompts is not possible with --report-only"),
+        (["--report-only", "--resume"], "--resume is not possible with --report-only"),
     ]:
-        result = run(*args)
+        result = run(*args, plain="--report-only" in args)
         assert result.exit_code == 2
         (line,) = result.stderr.splitlines()
         assert sentence in line

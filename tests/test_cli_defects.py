@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import click
@@ -20,8 +21,9 @@ from helpers import mostly_slow
 
 from leapahead import LLM, BadLogits, interrupts, layer_search
 from leapahead import drafters as registry
-from leapahead.cli import main, screen, text_input
+from leapahead.cli import main, screen
 from leapahead.cli.typed import HomePath
+from leapahead.core import parameters
 from leapahead.drafters import saved_skips
 from leapahead.drafters.saved_skips import Found
 from leapahead.models import loading
@@ -433,12 +435,25 @@ def test_an_interrupted_search_of_layers_keeps_what_pays(
 def test_a_prompt_without_end_is_not_read_for_ever(
     leapahead: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: list[str]
 ) -> None:
-    monkeypatch.setattr(text_input, "MOST_CHARACTERS", 100)
+    monkeypatch.setattr(parameters, "MOST_CHARACTERS", 100)
     (tmp_path / "endless").write_text("a" * 101, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     result = leapahead("generate", *given, stdin="a" * 101)
     assert result.exit_code == 2
     assert " has more than 100 characters, which no model reads; shorten it" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_prompts_without_end_are_not_read_for_ever(
+    leapahead: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.setattr(parameters, "MOST_CHARACTERS", 100)
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Thread(target=Path("pipe").write_text, args=("a" * 101,), daemon=True).start()
+    result = leapahead(command, "--prompts", "pipe")
+    sentence = "error: pipe has more than 100 characters, which no model reads; shorten it\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", sentence)
 
 
 @pytest.mark.parametrize("command", [["check", "--batch"], ["tune", "--batch"], ["bench", "--batch"]])

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from leapahead.core.errors import BadParameter, ContextOverflow
+from leapahead.core.parameters import limited
 from leapahead.core.text import Tokenizer
 from leapahead.inputs import Inputs, encode
 from leapahead.models.loading import Loaded
@@ -302,7 +303,9 @@ def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: JSON strings may hold U+2028
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read() if path.is_file() else limited(file.read, str(path))
+        return text.split("\n")  # not splitlines: JSON strings may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise BadParameter(f"{path} cannot be read: {reason}") from None

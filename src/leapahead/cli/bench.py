@@ -219,6 +219,7 @@ def bench(
     """
     plots.require()
     if report_only:
+        _refuse_others(context)
         _report(record.read(out), out)
         return
     if quick:
@@ -256,6 +257,14 @@ def bench(
         raise Exit(INTERRUPTED)
     if any(row["mismatches"] for row in kept.rows if not _peer(row)):
         raise Exit(DIFFERENT)
+
+
+def _refuse_others(context: click.Context) -> None:
+    """Refuses what was given beside --report-only and --out, since it would be ignored."""
+    for each in context.command.params:
+        name, given = str(each.name), max(each.opts, key=len)
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and name not in ("out", "report_only"):
+            raise BadParameter(f"{given} is not possible with --report-only, which measures nothing; leave it out")
 
 
 def _common(values: dict[str, Any]) -> dict[str, Any]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.parameters import limited
 
 BYTE_ORDER_MARK = "\ufeff"  # that editors of Windows begin a file of UTF-8 with
-MOST_CHARACTERS = 2**26  # of a prompt, which is more than any model reads
 
 
 def utf8_only(_: click.Context, parameter: click.Parameter, value: Any) -> Any:
@@ -44,7 +43,7 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
         return prompt
     try:
         with file.open(encoding="utf-8-sig") as opened:
-            return _limited(opened.read, str(file))
+            return limited(opened.read, str(file))
     except UnicodeDecodeError:
         raise BadParameter(f"{file} is not UTF-8 text") from None
 
@@ -65,15 +64,7 @@ def to_complete(text: str, as_chat: bool) -> Any:
 def standard_input() -> str:
     if sys.stdin is None:
         raise BadParameter("standard input is closed, so no prompt can be read from it")
-    return utf8(_limited(sys.stdin.read, "standard input"), "standard input")
-
-
-def _limited(read: Callable[[int], str], what: str) -> str:
-    """The text of a file; one that does not end, such as /dev/zero, is not read for ever."""
-    text = read(MOST_CHARACTERS + 1)
-    if len(text) > MOST_CHARACTERS:
-        raise BadParameter(f"{what} has more than {MOST_CHARACTERS:,} characters, which no model reads; shorten it")
-    return text
+    return utf8(limited(sys.stdin.read, "standard input"), "standard input")
 
 
 def utf8(text: str, what: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from os import PathLike, fspath
 from pathlib import Path
@@ -19,6 +19,7 @@ from leapahead.core.errors import BadParameter
 
 LARGEST = float(np.finfo(np.float32).max)
 MOST_BATCH = MOST_SAMPLES = 2**16  # sequences decoded together, and samples of a prompt; more is a slip of the hand
+MOST_CHARACTERS = 2**26  # of a prompt, which is more than any model reads
 # A part of a list that commas divide: a value in quotes may hold commas.
 PART = re.compile(r"""(?P<key>[^,=]*=)\s*(?P<quote>["'])(?P<value>.*?)(?P=quote)\s*(?=,|$)|[^,]+""", re.DOTALL)
 
@@ -125,6 +126,18 @@ def unicode_text(what: str, text: str) -> str:
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise BadParameter(f"{what} holds a lone surrogate, so it is no Unicode text; decode its bytes as UTF-8")
+    return text
+
+
+def limited(read: Callable[[int], str], what: str) -> str:
+    """The text of a file, which `what` names; one that does not end, such as /dev/zero, is not read for ever.
+
+    Raises:
+        BadParameter: it has more than `MOST_CHARACTERS`.
+    """
+    text = read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise BadParameter(f"{what} has more than {MOST_CHARACTERS:,} characters, which no model reads; shorten it")
     return text
 
 
