@@ -497,6 +497,7 @@ def test_what_is_impossible_is_said_in_one_sentence(
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "run" / "texts.jsonl").exists(), "no text is decoded before"
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def recipe(target: TrainingTarget, settings: Settings, texts: Sequence[Text]) ->
     """
     vocabulary = draft_vocabulary(texts, settings.draft_vocab, target)
     size = target.vocab_size if vocabulary is None else len(vocabulary)
-    return RECIPES[settings.kind](target, _config(target, settings, size), settings, vocabulary)
+    return RECIPES[settings.kind](target, config_of(target, settings, size), settings, vocabulary)
 
 
 def draft_vocabulary(texts: Sequence[Text], size: int, target: TrainingTarget) -> Tensor | None:
@@ -202,7 +202,12 @@ def draft_vocabulary(texts: Sequence[Text], size: int, target: TrainingTarget) -
     return torch.tensor(sorted(chosen), device=target.device)
 
 
-def _config(target: TrainingTarget, settings: Settings, size: int) -> HeadConfig:
+def config_of(target: TrainingTarget, settings: Settings, size: int) -> HeadConfig:
+    """The configuration of a head that proposes `size` tokens.
+
+    Raises:
+        BadParameter: layers that the target does not have.
+    """
     common: dict[str, Any] = {
         "kind": settings.kind,
         "hidden_size": target.hidden_size,

@@ -18,7 +18,7 @@ from leapahead.training.export import export
 from leapahead.training.features import Features, Online, Stored, training_target
 from leapahead.training.loop import State, Training, Watch
 from leapahead.training.recipe import Recipe
-from leapahead.training.recipes import recipe
+from leapahead.training.recipes import config_of, recipe
 from leapahead.training.settings import Folder, RunSettings, Settings
 from leapahead.training.texts import Text, Wish
 
@@ -68,6 +68,7 @@ def train_head(
             "give fewer, or leave it out for all"
         )
     complete = settings.complete(target.hidden_size)
+    config_of(target, complete, settings.draft_vocab or target.vocab_size)  # refuses layers before a text is decoded
     folder.begin(settings)
     measured = conditions(llm.target)
     trained, held_out, sets = gathered(llm, settings, folder, watch)
