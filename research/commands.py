@@ -11,6 +11,7 @@ from leapahead.bench.plots import sampling as sampling_name
 from leapahead.cli import screen
 from leapahead.cli.command import Command
 from leapahead.cli.options import DRAFTER_OPTIONS, MODEL, all_of, drafter_arguments
+from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import within
 from research import curves
 from research.command_parts import (
@@ -290,6 +291,9 @@ def growth(sizes: str, rounds: int, prefill: float | None, out: Path, **values: 
     """
     if prefill is not None:
         within("prefill", prefill, 1e-9, 3600, "a number of seconds from 1e-9 to 3600")
+    if values["data"] is None and (values["names"] or values["limit"]):
+        given = f"--task {values['names'][0]}" if values["names"] else f"--limit {values['limit']}"
+        raise BadParameter(f"{given} chooses among the prompts of --data; give --data, too, or leave it out")
     prefix, lengths = prefix_of(out), numbers("sizes", sizes, int)
     text, named = None, ""
     if values["data"] is not None:

@@ -515,6 +515,7 @@ def test_conversations_are_encoded_by_the_template(tiny_folder: Path) -> None:
         (["jacobi", "--block", "1"], "error: --block=1 is not possible"),
         (["jacobi", "-t", "-1"], "error: --temperature=-1.0 is not possible"),
         (["pool", "-t", "-1"], "error: --temperature=-1.0 is not possible"),
+        (["growth", "--limit", "2"], "error: --task code chooses among the prompts of --data; give --data, too"),
         (["growth", "--prefill", "nan"], "error: --prefill=nan is not possible: it must be a number of seconds"),
         (["match", "--task", "cod"], "error: there is no task 'cod' (did you mean 'code'?)"),
         (["pool", "-o", "widow=3"], "error: drafter 'lookahead' has no option 'widow'"),
