@@ -740,7 +740,9 @@ def test_why_a_model_without_recurrent_layers_takes_no_drafts() -> None:
 
 
 def test_why_a_model_with_recurrent_layers_takes_no_drafts() -> None:
-    with pytest.raises(Refused, match=r"which MambaForCausalLM does not have \(drafts fail the test of the model: logits"):
+    with pytest.raises(
+        Refused, match=r"which MambaForCausalLM does not have \(drafts fail the test of the model: logits"
+    ):
         require(build("mamba").info, frozenset({CHAIN}), "the drafter")
 
 

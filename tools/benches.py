@@ -88,7 +88,8 @@ def conditions(
         family = task.partition("/")[0]
         prompts[family] = prompts.get(family, 0) + each["prompts"]
     given = ", ".join(f"{count} {family}" for family, count in prompts.items())
-    threads = " and ".join(dict.fromkeys(str(each["threads"]) for each in told["targets"].values()))
+    counts = list(dict.fromkeys(str(each["threads"]) for each in told["targets"].values()))
+    threads = f"{' and '.join(counts)} thread{'s' * (counts != ['1'])}"
     versions = ", ".join(f"{package} {number}" for package, number in told["versions"].items() if number)
     versions = "; ".join(filter(None, (versions, ", ".join(dict.fromkeys(told["peers"].values())))))
     model = "the bundled model" + (f" at the cost of {cost} parameters" if cost else "")
@@ -97,7 +98,7 @@ def conditions(
         f"Conditions: {model}{batch}; {given} prompts, "
         f"up to {told['max_new_tokens']} new tokens each{count}; "
         f"{told['rounds']} round after a warm-up, in which all take turns "
-        f"on each prompt; {threads} threads on {told['cpu']}; {versions}; {_commits(told)}."
+        f"on each prompt; {threads} on {told['cpu']}; {versions}; {_commits(told)}."
     )
 
 

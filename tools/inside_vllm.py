@@ -30,8 +30,8 @@ def options(table: Table) -> str:
     found = dict(re.findall(r"^    (\w+): (.*(?:\n        .*)*)", text, re.MULTILINE))
     rows = []
     for field in fields(Options):
-        default = {"": "none", True: "true"}.get(field.default, field.default)  # type: ignore[arg-type]
-        default = "all but ngram" if field.name == "sources" else f"{default}"
+        default = {"": "none", "True": "true"}.get(str(field.default), str(field.default))
+        default = "all but ngram" if field.name == "sources" else default
         rows.append([f"`{field.name}`", default, " ".join(found[field.name].split())])
     return table("option | default | meaning", rows)
 

@@ -24,7 +24,7 @@ def _record(root: Path) -> dict[str, Any]:
 
 def _name(row: Row) -> str:
     paper = f" ([{row['paper']}](https://arxiv.org/abs/{row['paper']}))" if row["paper"] else ""
-    return row["name"] + paper
+    return f"{row['name']}{paper}"
 
 
 def _pair(each: dict[str, Row], cell: Callable[[Row], str]) -> str:
