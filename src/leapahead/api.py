@@ -177,8 +177,7 @@ class LLM:
             min_new_tokens: before so many no EOS and none of `stop_token_ids`; 0 by default.
             seed: of the Gumbel noise, from 0 to 2**64 - 1: one for all prompts, or a list with one for each; by default
                 one at random for each, which its result holds.
-            n: number of samples of each prompt, which is read once. Sample i has the prompt's seed plus i, modulo
-                2**64.
+            n: number of samples of each prompt, which is read once. Sample i has the prompt's seed plus i (mod 2**64).
             logprobs: report the log-probability of every token, and of so many likeliest alternatives (0 for none):
                 log-softmax of the model's unprocessed logits. None, the default, reports nothing.
             stop: a string or a list of strings that end the text, which then ends before them.
