@@ -36,6 +36,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "llama-bench": ("research.llama_bench:main", "Compare the llama.cpp target with llama.cpp's own programs."),
     "curve": ("research.curve:main", "Draw T(n) of GGUF files for every n, under builds and options of llama.cpp."),
     "switching": ("research.switching:main", "Measure steps after steps of the same size and of another."),
+    "prompt-rows": ("research.prompt_rows:main", "Measure what prompts' forwards tell drafters, and its price."),
     "systems": ("research.systems.command:main", "Measure every system of the literature, each by its own command."),
     "serving": ("research.serving:main", "Compare leapahead's server with llama.cpp's, under one client."),
     "serving-stall": ("research.serving_stall:main", "Measure what running streams notice of a long prompt."),

@@ -73,18 +73,11 @@ def test_where_no_draft_could_pay_sources_that_are_right_are_seldom_asked() -> N
     assert sum(asked[40:]) <= 0.3 * len(asked[40:])  # how seldom depends on how long drafting takes here
 
 
-def test_where_nothing_has_paid_for_long_no_rows_of_prompts_are_captured() -> None:
-    wild = np.random.default_rng(0).integers(0, 50, 200).tolist()
-    target = Scripted(wild)
-    engine = Engine(target, latency=FixedLatency(target, STEEP))
-    drafter = engine.drafter(Auto())
-    request = Request(wild[:8], drafter, GREEDY, StopParams(max_new_tokens=100))
-    assert drafter.capture_of(request.tokens, "").top_k
-    engine.run([engine.submit(request)])
-    assert not drafter.capture_of(request.tokens, "").top_k
-    target.text = [4, 8, 15, 16, 23] * 40
-    engine.run([engine.submit(Request(target.text[:20], drafter, GREEDY, StopParams(max_new_tokens=100)))])
-    assert drafter.capture_of(request.tokens, "").top_k
+def test_rows_of_prompts_are_captured_for_drafts_of_a_fixed_size_only() -> None:
+    """They bring less than they take."""
+    engine = Engine(ToyTarget())
+    assert not engine.drafter(Auto()).capture_of([1, 2, 3], "").top_k
+    assert engine.drafter(Auto(nodes=4)).capture_of([1, 2, 3], "").top_k
 
 
 def test_it_comes_back_when_the_text_turns_repetitive() -> None:

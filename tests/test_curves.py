@@ -639,6 +639,18 @@ def test_help(lab: Any) -> None:
         assert all(getattr(option, "help", "") for option in command.params if option.param_type_name == "option")
 
 
+@pytest.mark.slow
+def test_rows_of_prompts(lab: Any, tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    given = lab("prompt-rows", "--task", "code", "--limit", "1", "--max-new-tokens", "17", "--out", str(out))
+    assert given.exit_code == 0, given.output
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["nodes"], row["temperature"]) for row in rows] == [(4, 0.0), (16, 0.0), (4, 1.0), (16, 1.0)]
+    for row in rows:
+        assert min(row["length_prompts-read"], row["length_prompts-unread"]) >= 1
+        assert min(row["seconds_prompts-read"], row["seconds_prompts-unread"]) > 0
+
+
 def test_a_figure_without_a_fit(tmp_path: Path) -> None:
     found = curves.compression(ToyTarget(), PROMPTS, ngrams=(3,), windows=(1, 2, 4), max_new_tokens=12)
     plots.save({**found, "fit": None, "fits": {}, "note": "nothing"}, tmp_path / "x")

@@ -244,14 +244,20 @@ def _best(found: Row, rows: list[Row], drafters: Sequence[str]) -> Row:
     return {"where": where} | {row["task"]: row for row in same}
 
 
-def engines(root: Path, table: Table) -> str:
-    """All contenders of every target of OpenVINO and llama.cpp, relative to our plain decoding on that target."""
+def engines(root: Path, table: Table, benches: Mapping[str, str]) -> str:
+    """All contenders of every target, relative to our plain decoding on that target.
+
+    Args:
+        root: the checkout.
+        benches: folders in docs/bench, and the costs of the stand-ins, with which the names of the targets begin.
+    """
     lines = []
-    for cost in ("135m", "1b"):
-        found = read(root / "docs/bench/openvino" / cost)
+    for bench in benches:
+        found = read(root / "docs/bench" / bench)
         for row in found["results"]:
             if row["task"] != OVERALL:
                 continue
+            cost = Path(row["target"]).name.partition("-")[0]
             name = f"{cost.upper()}, {_target(found['conditions'], row['target'])}"
             where = "greedy" if row["temperature"] == 0 else f"temperature {row['temperature']:g}"
             length = "" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}"
@@ -259,7 +265,7 @@ def engines(root: Path, table: Table) -> str:
             times = f"{speed['median']:.2f}{_interval(speed)}"
             lines.append([name, where, f"`{row['drafter']}`", times, rate, length, f"{row['distinct_4']:.2f}"])
     columns = "cost, target | text | drafter | speed-up | tokens/s | accept. length | distinct 4-grams"
-    notes = "\n\n".join(conditions(root, f"openvino/{cost}", cost.upper()) for cost in ("135m", "1b"))
+    notes = "\n\n".join(conditions(root, bench, cost, counted=False) for bench, cost in benches.items())
     return table(columns, lines) + "\n\n" + notes
 
 
@@ -339,6 +345,7 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
         "openvino-vllm": lambda root: "\n\n".join(
             f"{cost.upper()}:\n\n" + whole(f"openvino/vllm-{cost}", cost.upper())(root) for cost in ("135m", "1b")
         ),
-        "openvino-targets": lambda root: engines(root, table),
+        "openvino-targets": lambda root: engines(root, table, {"openvino/135m": "135M", "openvino/1b": "1B"}),
+        "avx2": lambda root: engines(root, table, {"avx2": "1B and 135M"}),
         "bench-again": lambda root: agreement(root, "135m", "again", table),
     }

@@ -114,8 +114,7 @@ class Planned(Drafter):
             )
 
     def capture_of(self, tokens: Sequence[int], owner: str) -> Capture:
-        # The likeliest tokens after those of a prompt take up to a quarter of the time in which it is read, and make texts
-        # of 64 tokens at most 2 % shorter in steps (docs/research/acceptance.md).
+        # The likeliest tokens after those of a prompt bring less than they take (docs/research/acceptance.md).
         capture = self.capture if self.nodes else replace(self.capture, top_k=0)
         if not capture.hidden or self.draft_forwards is None:
             return capture
