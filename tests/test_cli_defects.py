@@ -17,11 +17,13 @@ from typing import Any
 import click
 import heads
 import pytest
+from click.testing import CliRunner
 from helpers import mostly_slow
 
 from leapahead import LLM, BadLogits, interrupts, layer_search
 from leapahead import drafters as registry
 from leapahead.cli import main, screen
+from leapahead.cli.generate import open_llm
 from leapahead.cli.typed import HomePath
 from leapahead.core import parameters
 from leapahead.drafters import saved_skips
@@ -534,7 +536,6 @@ def test_the_first_ctrl_c_of_an_answer_waits_for_the_step(tiny_folder: Path) -> 
 
 def test_a_bug_is_not_a_difference(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's own exit code for a traceback is 1."""
-    from click.testing import CliRunner
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a bug")
@@ -724,3 +725,13 @@ def test_impossible_values_are_refused_before_the_model_is_loaded(
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"error: {sentence}")
+
+
+def test_a_text_that_the_kv_cache_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(values: dict[str, Any]) -> LLM:
+        open_llm(values).close()
+        return LLM(cache_tokens=40)
+
+    monkeypatch.setattr(sys.modules["leapahead.cli.generate"], "open_llm", small)
+    given = CliRunner().invoke(main, ["generate", "-d", "plain", "--ignore-eos", "-n", "300", "def"])
+    assert "because the KV cache of 40 tokens is full" in given.stderr

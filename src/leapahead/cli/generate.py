@@ -102,8 +102,11 @@ def generate(
     llm = open_llm(values)
     result = streamed_result(llm, given, options) if streamed and not as_json else _whole(llm, given, options, as_json)
     if result.finish_reason == "length" and len(result.tokens) < options["max_new_tokens"]:
-        length = llm.target.info.context_length
-        screen.say(f"the text ends after {len(result.tokens)} tokens, because the context of {length} tokens is full")
+        info = llm.target.info
+        full = f"the context of {info.context_length} tokens"
+        if info.cache_tokens and info.cache_tokens < info.context_length:
+            full = f"the KV cache of {info.cache_tokens} tokens"
+        screen.say(f"the text ends after {len(result.tokens)} tokens, because {full} is full")
     comparison = _compare(llm, given, result, rounds, options) if with_plain else None
     if as_json:
         found = screen.as_dict(llm, result)

@@ -39,8 +39,9 @@ class DraftModelDrafter(Planned):
             be new, the draft model's own, or one that was written in this way before.
         unsure: draft nothing after a path where the draft model's likeliest token has less probability; 0 for never.
             It is the fallback policy of BiLD (2302.07863).
-        draft_window: the draft model sees the first 16 tokens of a text and at most so many of the newest ones, so that
-            long texts do not make it slower (attention sinks and a window, StreamingLLM, 2309.17453); 0 for all tokens.
+        draft_window: the draft model sees the first 16 tokens of a text and at most so many of the newest ones, at
+            least 32, so that long texts do not make it slower (attention sinks and a window, StreamingLLM, 2309.17453);
+            0 for all tokens.
     """
 
     name: ClassVar[str] = "draft_model"
