@@ -144,9 +144,13 @@ def test_the_page_names_the_rows_of_another_machine(monkeypatch: pytest.MonkeyPa
     rows = {"a": {"name": "A", MEASURED: {"0": figures, "1": figures}}, "b": {"name": "B", MEASURED: {"0": other}}}
     told = {kind: {"versions": {"torch": "1", "numpy": "1"}} for kind in (MEASURED, CHECKED)}
     found = {"conditions": told, "rows": rows}
-    assert page._origins(found, MEASURED) == "commit abc; commit abc on another with torch 2 for the rows B"
+    lines = page._origins(found, MEASURED).splitlines()
+    assert (lines[0], lines[-1]) == (
+        "The figures are of commit abc. Other conditions have the rows:",
+        "- commit abc on another with torch 2: B",
+    )
     rows = {name: {"name": row["name"], CHECKED: row[MEASURED]} for name, row in rows.items()}
-    assert page._origins({**found, "rows": rows}, CHECKED) == "commits as told; on another with torch 2 for the rows B"
+    assert page._origins({**found, "rows": rows}, CHECKED).endswith("\n- on another with torch 2: B")
 
 
 def test_figures_of_another_command_are_dropped(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import headline
 import inside_vllm
 import long_contexts
 import reference
-import serving
+import server_benches
 import several_devices
 import steps
 import systems
@@ -471,7 +471,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **claims.blocks(table),
     **benches.blocks(table),
     **inside_vllm.blocks(table),
-    **serving.blocks(table),
+    **server_benches.blocks(table),
     **several_devices.blocks(table),
     **steps.blocks(table),
     **long_contexts.blocks(table),
