@@ -328,7 +328,7 @@ def show_auto(auto: Data) -> None:
                 f"{expected['auto'] / expected['plain']:.2f} times as fast"
             )
     if auto["tokens"] < tuning.FEW_TOKENS:
-        click.echo(tune_forms.FEW_TOKENS)
+        click.echo(tune_forms.UNCERTAIN)
     table = screen.new_table(("first correct", "drafted", "accepted", "cost", "pays"), head=("source",))
     for row in auto["sources"]:
         table.add_row(

@@ -27,7 +27,7 @@ from leapahead.models import loading
 
 SHOWN = (2, 4, 8, 16)  # values of n in the table; without the first one where the terminal is narrow
 WIDE = 90  # characters of a terminal that is not
-FEW_TOKENS = (
+UNCERTAIN = (
     f"With fewer than {tuning.FEW_TOKENS} tokens of auto the gain is uncertain, since its first steps try drafts of "
     "several sizes; give more time with --text-seconds."
 )
@@ -161,7 +161,7 @@ def show(found: Data) -> None:
         click.echo("The time was too short for a text; give more with --text-seconds.")
     else:
         if few := [_name(row["model"]) for row in rows if row["auto"]["tokens"] < tuning.FEW_TOKENS]:
-            click.echo(f"Few tokens were decoded with {', '.join(few)}. {FEW_TOKENS}")
+            click.echo(f"Few tokens were decoded with {', '.join(few)}. {UNCERTAIN}")
         click.echo(f"Fastest with drafting: {found['fastest']}. Fastest plainly: {found['fastest_plain']}.")
 
 
