@@ -17,15 +17,15 @@ from test_latency import Timed, line
 
 from leapahead import tune as tuning
 from leapahead.bench import plots
-from leapahead.bench.conditions import conditions
+from leapahead.bench.conditions import Data, conditions
 from leapahead.cli import main, tune_forms
-from leapahead.cli.tune import show_auto
+from leapahead.cli.tune import comparison, show_auto
 from leapahead.core.errors import BadParameter
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.drafters.base import SequenceDrafter
 from leapahead.models.base import CHAIN, LOGITS, TOP_K, Cost
-from leapahead.models.toy import Entries, ToyTarget
+from leapahead.models.toy import Entries, ToySession, ToyTarget
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 from leapahead.planner.latency import LatencyProfile
 from leapahead.planner.profile import LatencyProfiles, ProfileStore
@@ -155,6 +155,20 @@ def test_the_prices_of_a_practice_are_those_of_its_forwards(sequences: int) -> N
         assert found["expected"]["auto"] == pytest.approx(expected, rel=0.02)
 
 
+def test_the_first_text_of_a_practice_is_not_counted() -> None:
+    opened = []
+
+    class Watched(ToyTarget):
+        def open(self, tokens: Sequence[int], *args: Any, **options: Any) -> ToySession:
+            opened.append(list(tokens))
+            return super().open(tokens, *args, **options)
+
+    target = Watched()
+    found = tuning.practise(target, FixedLatency(target, {1: 1.0}), PROMPTS, max_new_tokens=40, seconds=60)
+    assert found["tokens"] == 40 * len(PROMPTS)
+    assert opened == [list(PROMPTS[-1]), *(list(prompt) for prompt in PROMPTS for _ in ("plain", "auto"))]
+
+
 def test_a_practice_without_time_says_so() -> None:
     target = ToyTarget()
     found = tuning.practise(target, FixedLatency(target, {1: 1.0}), PROMPTS, seconds=-1)
@@ -204,11 +218,29 @@ def test_the_command_prints_the_numbers_that_it_gives_as_json(
     assert not any("nan" in line.lower().split() for line in shown.stdout.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("model", "conditions", "replays", "command"),
+    [
+        ("a.gguf", {"backend": "llama.cpp"}, False, "leapahead tune a.gguf 'a.gguf(engine=openvino)'"),
+        ("a", {"backend": "transformers", "device": "cuda:0"}, False, None),
+        ("a.gguf", {"backend": "llama.cpp", "gpu": "a GPU"}, False, None),
+        ("a", {"backend": "transformers", "device": "cpu"}, True, None),
+        ("a", {"backend": "openvino"}, False, None),
+        ("bundled", {"backend": "transformers", "device": "cpu"}, False, None),
+    ],
+)
+def test_a_model_on_a_cpu_is_to_be_compared_with_itself_under_openvino(
+    model: str, conditions: Data, replays: bool, command: str | None
+) -> None:
+    assert comparison(model, {"gpu": None, **conditions}, replays) == command
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_token_table_is_computed_on_request(cache: Path, tiny_folder: Path) -> None:
     model = ("-m", str(tiny_folder), "--text-seconds", "0", "--seconds", "0.2")
     before = call(*model)
     assert "No token table is stored for this model; --table computes one" in before.stdout
+    assert f"leapahead tune {tiny_folder} '{tiny_folder}(engine=openvino, weights=bf16)'" in before.stdout
     made = call(*model, "--table", "--table-k", "4", "--json")
     assert made.exit_code == 0, made.output
     table = json.loads(made.stdout)["table"]

@@ -35,6 +35,7 @@ from leapahead.planner.profile import LatencyProfiles, processor
 
 FREE = 1.1  # T(n) / T(1) up to which nodes are called free
 ALPHA, F = 0.425, 3.106  # of 7B chat on MT-Bench (2402.02057, figure 4)
+WARM_UP = 0.2  # part of the time for texts of `auto` that are not counted
 FEW_TOKENS = 200  # of texts with auto, below which its gain is uncertain
 BUSY = 1.3  # ratio of the quartiles of a plain step from which the machine counts as busy
 LEAST_TIMES = 3  # forwards of each size for a profile that is stored
@@ -210,6 +211,9 @@ def practise(
 ) -> Data:
     """Decodes some texts with `auto` and plainly in turn, greedily, and counts the yield and the price of each source.
 
+    First `auto` decodes the last prompts for a part of the time, which is not counted, since its first steps try drafts
+    of several sizes.
+
     The price of a forward's drafted nodes is split among the sources by number of nodes. A source pays if more of its
     nodes were accepted than their price in tokens.
 
@@ -228,6 +232,9 @@ def practise(
     began = clock()
     engine = Engine(target, max_batch=sequences, latency=latency)
     kinds = [engine.drafter(Plain), engine.drafter(Auto)]
+    stop = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
+    first = [Request(prompt, kinds[1], stop=stop) for prompt in prompts[-sequences:]]
+    _decoded(engine, first, lambda: clock() > began + WARM_UP * seconds)
     count = _Count(latency.profile(sequences), sequences)
     total, plain, texts = Stats(), Stats(), 0
     groups = [prompts[start : start + sequences] for start in range(0, len(prompts), sequences)]
@@ -236,7 +243,6 @@ def practise(
         if clock() - began > seconds:
             break
         group = [*group, *prompts[: sequences - len(group)]]
-        stop = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
         for drafter in kinds if index % 2 else kinds[::-1]:
             watch = count.add if drafter is kinds[1] else None
             requests = [Request(prompt, drafter, stop=stop, on_step=watch) for prompt in group]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
@@ -22,7 +23,7 @@ from leapahead.cli.typed import Finite, HomePath
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.storage import replaceable
 from leapahead.drafters.token_table import MOST_K, TokenTable, stored
-from leapahead.models.loading import Loaded
+from leapahead.models.loading import BUNDLED, Loaded
 
 KINDS = (".png", ".svg")
 PAYS = {None: "never drafted", True: "yes", False: "no"}
@@ -111,7 +112,7 @@ def tune(
     if plot is not None:
         _check(plot)
     sets = tasks.read(data, (), limit)  # also where none is decoded: what is no file is refused
-    loaded = screen.load(model_arguments(values), batch)
+    model, loaded = values["model"], screen.load(model_arguments(values), batch)
     prompts = tasks.fitting(sets, loaded, max_new_tokens) if text_seconds else []
     with screen.progress("tune") as bar:
         target = loaded.target
@@ -121,6 +122,7 @@ def tune(
         found["drafters"] = tuning.served(target)
         found["lookahead"] = tuning.lookahead(profiles.profile(1), largest) if batch == 1 and largest > 1 else []
         found["table"] = _table_data(stored(target), seconds_of_table)
+        found["compare"] = comparison(model, found["conditions"], target.info.replays)
         found["auto"] = None
         if prompts:
             found["auto"] = tuning.practise(
@@ -243,6 +245,18 @@ def _show(found: Data) -> None:
             "The profile could not be stored, so every process measures its own; set LEAPAHEAD_CACHE to a folder that "
             "is writable."
         )
+    if found["compare"] is not None:
+        click.echo(f"OpenVINO may be faster here, if it can read this model. To compare them:\n  {found['compare']}")
+
+
+def comparison(model: str | None, conditions: Data, replays: bool) -> str | None:
+    """The command that compares a model with itself under OpenVINO, which has no models with recurrent layers."""
+    with_options = {"transformers": "engine=openvino, weights=bf16", "llama.cpp": "engine=openvino"}
+    options = with_options.get(conditions["backend"])
+    on_cpu = conditions["gpu"] is None and conditions.get("device", "cpu") == "cpu"
+    if model in (None, BUNDLED) or options is None or replays or not on_cpu:
+        return None
+    return f"leapahead tune {shlex.quote(str(model))} {shlex.quote(f'{model}({options})')}"
 
 
 def _curve(found: Data) -> None:
