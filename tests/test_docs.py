@@ -123,9 +123,19 @@ def test_a_number_of_the_bench_is_the_one_in_the_readme() -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8")):
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        target, _, anchor = link.partition("#")
         if not target.startswith("http"):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
+            page = path.parent / target if target else path
+            assert page.exists(), f"{path.name}: {target}"
+            # A documented name has its place by a directive; the build of the site looks for it.
+            assert not anchor or anchor.startswith("leapahead.") or anchor in anchors(page), f"{path.name}: {link}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as the site and GitHub name them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
 def test_every_extra_is_described() -> None:
