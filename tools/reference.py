@@ -18,7 +18,8 @@ from leapahead import drafters
 from leapahead.cli import main as program
 from leapahead.cli.command import EXIT_CODES, Command, Option
 from leapahead.cli.drafters import describe
-from leapahead.serve.schema import ChatRequest, CompletionRequest, Extension, Generation
+from leapahead.serve.responses_schema import ResponsesRequest
+from leapahead.serve.schema import ChatRequest, CompletionRequest, Decoding, Extension, Generation
 
 Table = Callable[[str, list[list[str]]], str]
 Records = dict[str, list[tuple[str, str]]]  # group -> (option, help)
@@ -170,16 +171,22 @@ def file_list(root: Path, table: Table) -> str:
 
 def request_parameters(table: Table) -> str:
     """The parameters of the server's requests, from the models by which they are validated."""
-    common = set(Generation.model_fields)
+    common, decoding = set(Generation.model_fields), set(Decoding.model_fields)
     kinds: list[tuple[str, type[BaseModel], set[str]]] = [
-        ("### Completions and chats", Generation, set()),
+        ("### Completions, chats and responses", Decoding, set()),
+        ("### Completions and chats", Generation, decoding),
         ("### Completions only", CompletionRequest, common),
         ("### Chats only", ChatRequest, common),
+        ("### Responses only", ResponsesRequest, decoding),
         ("### `leapahead`", Extension, set()),
     ]
     parts = []
     for heading, model, known in kinds:
-        meanings = _attributes(inspect.getdoc(model) or "")
+        meanings = {
+            name: what
+            for each in reversed(model.__mro__)
+            for name, what in _attributes(inspect.getdoc(each) or "").items()
+        }
         schema = model.model_json_schema()
         required = schema.get("required", [])
         rows = []

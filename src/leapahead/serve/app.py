@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from leapahead import __version__
 from leapahead.api import LLM, AsyncLLM
 from leapahead.core.errors import LeapaheadError
-from leapahead.serve import bounds, chat, completions, errors, page
+from leapahead.serve import bounds, chat, completions, errors, page, responses
 from leapahead.serve.errors import ApiError, ErrorReply
 from leapahead.serve.gate import Gate
 from leapahead.serve.keys import Keys
@@ -36,6 +36,8 @@ from leapahead.serve.replies import (
     TokenizeReply,
     Version,
 )
+from leapahead.serve.responses_replies import ResponseReply
+from leapahead.serve.responses_schema import ResponsesRequest
 from leapahead.serve.schema import ChatRequest, CompletionRequest
 from leapahead.serve.service import Service
 from leapahead.serve.settings import Settings
@@ -178,6 +180,12 @@ def generating(service: Service) -> APIRouter:
     async def answer(request: Request, body: ChatRequest) -> Response:
         """Answers a chat."""
         return await chat.complete(service, request, body)
+
+    @router.post("/responses", include_in_schema=False)
+    @router.post("/v1/responses", responses={200: {"model": ResponseReply, "content": EVENTS}, **DECODING})
+    async def respond(request: Request, body: ResponsesRequest) -> Response:
+        """Answers a chat, in the form of OpenAI's Responses API. Nothing is kept."""
+        return await responses.respond(service, request, body)
 
     return router
 

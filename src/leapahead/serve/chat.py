@@ -40,13 +40,24 @@ async def complete(service: Service, request: Request, body: ChatRequest) -> Res
     return await service.answer(
         request,
         body,
-        "chatcmpl",
+        "chatcmpl-",
         parameters.samples(body, service.settings),
         lambda: _prepare(service, body, request.state.owner),
     )
 
 
 def _prepare(service: Service, body: ChatRequest, owner: str) -> tuple[Job, Answer]:
+    job, reading = prepared(service, body, owner)
+    chat = Chat(service.texts, body, reading, job.prompts[0])
+    return job, Answer(chat.whole, chat.opening, chat.chunk, chat.last, chat.addition, chat.score)
+
+
+def prepared(service: Service, body: ChatRequest, owner: str) -> tuple[Job, Reading]:
+    """The job of a request, and how its answers are read. Called in a thread.
+
+    Raises:
+        ApiError: it cannot be answered.
+    """
     settings, texts, formats = service.settings, service.texts, service.formats
     found = parameters.options(body, settings, texts.info.vocab_size)
     found["logprobs"] = parameters.chat_logprobs(body, settings, texts.info.vocab_size)
@@ -58,9 +69,7 @@ def _prepare(service: Service, body: ChatRequest, owner: str) -> tuple[Job, Answ
     found["grammar"] = formats.grammar(body, reading)
     deadline = body.extension.deadline_seconds
     form = None if found["grammar"] is None else formats.param(body, reading)
-    job = Job([prompt], found, owner, deadline, scored, formats.tokenizer(reading), form)
-    chat = Chat(texts, body, reading, prompt)
-    return job, Answer(chat.whole, chat.opening, chat.chunk, chat.addition, chat.last, chat.score)
+    return Job([prompt], found, owner, deadline, scored, formats.tokenizer(reading), form), reading
 
 
 class Chat:

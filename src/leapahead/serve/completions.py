@@ -28,7 +28,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     prompts = 1 if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else len(body.prompt)
     parameters.check_count("prompt", prompts, service.settings.limits.prompts)
     sequences = prompts * parameters.samples(body, service.settings)
-    return await service.answer(request, body, "cmpl", sequences, lambda: _prepare(service, body, request.state.owner))
+    return await service.answer(request, body, "cmpl-", sequences, lambda: _prepare(service, body, request.state.owner))
 
 
 def _prepare(service: Service, body: CompletionRequest, owner: str) -> tuple[Job, Answer]:
@@ -48,8 +48,8 @@ def _prepare(service: Service, body: CompletionRequest, owner: str) -> tuple[Job
         completion.whole,
         completion.opening,
         completion.chunk,
-        completion.addition,
         completion.last,
+        completion.addition,
         completion.score,
     )
 

@@ -27,9 +27,20 @@ MESSAGE = {name: NOT_HERE for name in ("function_call", "audio")}
 MESSAGES = ("GivenMessage", "AssistantMessage", "ToolMessage")
 OF_ANSWERS = ("tool_calls", "reasoning_content", "reasoning", "refusal", "parsed", "annotations")
 OF_OTHERS = {name: NOT_HERE for name in (*OF_ANSWERS, "tool_call_id")}
-PARTS = ("image_url", "input_audio", "video_url", "audio_url", "file", "image", "refusal")
+PARTS = ("image_url", "input_audio", "video_url", "audio_url", "file", "image", "refusal", "input_image", "input_file")
 REFUSED = {"CompletionRequest": GENERATION, "ChatRequest": GENERATION}
 REFUSED |= dict.fromkeys(MESSAGES, MESSAGE | OF_OTHERS)
+KEEPS_NOTHING = "is not possible: the server keeps no responses; send the whole conversation as input"
+REFUSED["ResponsesRequest"] = {
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), KEEPS_NOTHING),
+    **{name: NOT_HERE for name in ("context_management", "max_tool_calls", "moderation", "n")},
+    "messages": "is not supported by this path; use input, or /v1/chat/completions",
+    "response_format": "is not supported by this path; use text={'format': ...}",
+    **{
+        name: "is not supported by this path; use max_output_tokens" for name in ("max_tokens", "max_completion_tokens")
+    },
+    "reasoning_effort": "is not supported by this path; use reasoning={'effort': ...}",
+}
 KNOWN = {  # that the others lack
     "CompletionRequest": ("echo", "best_of"),
     "ChatRequest": (
@@ -53,8 +64,12 @@ def given(kind: str, data: Any, required: Set[str]) -> Any:
     """
     if not isinstance(data, dict):
         return data
-    if kind == "TextPart" and data.get("type") in PARTS:
+    if kind in ("TextPart", "InputTextPart") and data.get("type") in PARTS:
         raise refusal("type", f"content of type {data['type']!r} {NOT_HERE}")
+    if kind == "FunctionTool" and data.get("type", "function") != "function":
+        raise refusal("type", f"a tool of type {data['type']!r} is not possible; this server knows functions only")
+    if kind == "ResponsesRequest" and data.get("store") is True:
+        raise refusal("store", "store=true is not possible: the server keeps no responses; leave it out")
     refused = {name: why for name, why in REFUSED.get(kind, {}).items() if name not in KNOWN.get(kind, ())}
     for name, why in refused.items():
         if data.get(name) is not None:

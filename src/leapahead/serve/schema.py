@@ -39,7 +39,7 @@ MOST_IDS = 1024  # of stop_token_ids
 INT32 = 2**31 - 1
 
 
-def _number(limit: str, least: int = 0) -> Any:
+def bounded(limit: str, least: int = 0) -> Any:
     """A whole number that is bounded by one of the server's limits."""
     return Field(ge=least, le=INT32, json_schema_extra={LIMIT: limit})
 
@@ -50,7 +50,7 @@ def _not_tiny(value: float) -> float:
     return value
 
 
-TokenId = Annotated[int, _number("vocabulary"), INTEGER]
+TokenId = Annotated[int, bounded("vocabulary"), INTEGER]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 BIAS = Field(ge=-100, le=100)
 Biases = Annotated[
@@ -110,18 +110,26 @@ class StreamOptions(Strict):
     include_obfuscation: Annotated[Literal[False], BOOLEAN] | None = None
 
 
-class Extension(Strict):
+class Reporting(Strict):
     """Leapahead's own parameters.
 
     Attributes:
-        stats: report what drafting did, as `leapahead` in the response or in the last chunk of a stream.
-        spans: report in every chunk of a stream which parts of its text had been drafted, as `leapahead.spans`.
+        stats: report what drafting did, as `leapahead` in the response or at the end of a stream.
         deadline_seconds: cancel the request if it takes longer, its time in the queue included.
     """
 
     stats: bool = False
-    spans: bool = False
     deadline_seconds: Annotated[float, Field(ge=0.1, le=86400)] | None = None
+
+
+class Extension(Reporting):
+    """Leapahead's own parameters for completions and chats.
+
+    Attributes:
+        spans: report in every chunk of a stream which parts of its text had been drafted, as `leapahead.spans`.
+    """
+
+    spans: bool = False
 
 
 OF_TEMPLATES = ("messages", "conversation", "chat_template", "tokenize", "add_generation_prompt", "tools", "documents")
@@ -179,8 +187,8 @@ OF_STREAMS = (
 Label = Annotated[str, Field(max_length=256)]
 
 
-class Generation(Strict):
-    """What completions and chats have in common.
+class Decoding(Strict):
+    """What the requests of all paths that decode have in common.
 
     Attributes:
         model: one of the names at /v1/models; the first of them by default.
@@ -189,7 +197,6 @@ class Generation(Strict):
         top_k: so many of the likeliest tokens; 0 and -1 for all.
         min_p: tokens that are at least so many times as likely as the likeliest.
         seed: the same seed and parameters give the same text, up to rounding without --exact.
-        n: number of texts for each prompt. Text i has the seed plus i.
         stop: strings before which the text ends.
         stop_token_ids: token ids after which the text ends.
         include_stop_str_in_output: let the text end after the stop string.
@@ -202,19 +209,9 @@ class Generation(Strict):
             parts of other tokens they may occur.
         skip_special_tokens: texts have no special tokens.
         stream: send the text piece by piece, as server-sent events.
-        stream_options: `include_usage` lets a last chunk report the usage; `continuous_usage_stats`, every chunk.
         prediction: what the text is expected to be. Wrong parts cost time and never change the text.
-        response_format: text of any form, any JSON object, or JSON of a schema. The text has this form in any case.
-        structured_outputs: one of `json`, `json_object`, `regex`, `choice`, `grammar`, as vLLM has them; not together
-            with a form in `response_format`.
-        return_token_ids: report the token ids of prompts and texts, too.
-        return_tokens_as_token_ids: log-probabilities name tokens by their ids, as "token_id:17".
-        prompt_logprobs: report the log-probability of every token of the prompts, and of so many likeliest
-            alternatives; -1 for all. Not in streams.
-        truncate_prompt_tokens: only the last so many tokens of a prompt are read.
         user, safety_identifier, prompt_cache_key, prompt_cache_retention, metadata: written to the log, nothing else.
         service_tier: any of OpenAI's. There is one only, which the answer names: "default".
-        leapahead: an object with the server's own parameters.
     """
 
     model: str | None = None
@@ -223,12 +220,11 @@ class Generation(Strict):
     top_k: Annotated[int, Field(ge=-1, le=INT32), INTEGER] | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED), INTEGER] | None = None
-    n: Annotated[int, _number("samples", 1), INTEGER] | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_IDS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: Annotated[int, _number("length"), INTEGER] = 0
+    min_tokens: Annotated[int, bounded("length"), INTEGER] = 0
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
@@ -236,20 +232,40 @@ class Generation(Strict):
     bad_words: Annotated[list[Visible], Field(max_length=MOST_IDS, fail_fast=True)] | None = None
     skip_special_tokens: Annotated[Literal[True], BOOLEAN] = True
     stream: bool = False
-    stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
-    response_format: Annotated[ResponseFormat | None, Field(json_schema_extra={LIMIT: "forms"})] = None
-    structured_outputs: Annotated[StructuredOutputs | None, Field(json_schema_extra={LIMIT: "structured"})] = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    prompt_logprobs: Annotated[int, _number("logprobs", -1), INTEGER] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32), INTEGER] | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Label | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+
+
+class Generation(Decoding):
+    """What completions and chats have in common.
+
+    Attributes:
+        n: number of texts for each prompt. Text i has the seed plus i.
+        stream_options: `include_usage` lets a last chunk report the usage; `continuous_usage_stats`, every chunk.
+        response_format: text of any form, any JSON object, or JSON of a schema. The text has this form in any case.
+        structured_outputs: one of `json`, `json_object`, `regex`, `choice`, `grammar`, as vLLM has them; not together
+            with a form in `response_format`.
+        return_token_ids: report the token ids of prompts and texts, too.
+        return_tokens_as_token_ids: log-probabilities name tokens by their ids, as "token_id:17".
+        prompt_logprobs: report the log-probability of every token of the prompts, and of so many likeliest
+            alternatives; -1 for all. Not in streams.
+        truncate_prompt_tokens: only the last so many tokens of a prompt are read.
+        leapahead: an object with the server's own parameters.
+    """
+
+    n: Annotated[int, bounded("samples", 1), INTEGER] | None = None
+    stream_options: StreamOptions | None = None
+    response_format: Annotated[ResponseFormat | None, Field(json_schema_extra={LIMIT: "forms"})] = None
+    structured_outputs: Annotated[StructuredOutputs | None, Field(json_schema_extra={LIMIT: "structured"})] = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, bounded("logprobs", -1), INTEGER] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32), INTEGER] | None = None
     leapahead: Extension | None = None
 
     model_config = ConfigDict(json_schema_extra={"allOf": [*OF_STREAMS, NOT_OF_STREAMS]})
@@ -282,8 +298,8 @@ class CompletionRequest(Generation):
     """
 
     prompt: Prompt
-    max_tokens: Annotated[int, _number("length"), INTEGER] | None = None
-    logprobs: Annotated[int, _number("logprobs"), INTEGER] | None = None
+    max_tokens: Annotated[int, bounded("length"), INTEGER] | None = None
+    logprobs: Annotated[int, bounded("logprobs"), INTEGER] | None = None
     echo: bool = False
     add_special_tokens: bool = True
     best_of: Literal[1] | None = None
@@ -315,10 +331,10 @@ class ChatRequest(Generation):
     """
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_tokens: Annotated[int, _number("length", 1), INTEGER] | None = None
-    max_completion_tokens: Annotated[int, _number("length", 1), INTEGER] | None = None
+    max_tokens: Annotated[int, bounded("length", 1), INTEGER] | None = None
+    max_completion_tokens: Annotated[int, bounded("length", 1), INTEGER] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, _number("logprobs", -1), INTEGER] | None = None
+    top_logprobs: Annotated[int, bounded("logprobs", -1), INTEGER] | None = None
     echo: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False

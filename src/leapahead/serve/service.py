@@ -22,7 +22,7 @@ from leapahead.serve.prompts import Texts
 from leapahead.serve.replies import Speculation, Usage
 from leapahead.serve.schema import Generation
 from leapahead.serve.settings import Settings
-from leapahead.serve.streaming import EventStream, TextEvent, chunk, unless_gone
+from leapahead.serve.streaming import DONE, EventStream, TextEvent, event, unless_gone
 from leapahead.serve.usage import speculation, usage
 from leapahead.serve.worker import Batch, Job, Worker
 
@@ -39,18 +39,22 @@ class Answer:
         opening: the first chunks of a stream, given what all chunks have.
         chunk: the chunks of a piece, given what all chunks have, the number of its text, and the piece; none where
             there is nothing to be sent yet; a text where the chunk is `addition` with this text.
+        last: the chunk without choices.
         addition: the chunk that adds a text and nothing else, given what all chunks have, the number of the text that
             it is added to, and the text.
-        last: the chunk without choices.
         score: takes the log-probabilities of the prompts, where the job asks for them.
+        write: a chunk as the stream has it.
+        ending: what a stream ends with.
     """
 
     whole: Callable[[Members, Sequence[Result]], BaseModel]
     opening: Callable[[Members], Sequence[BaseModel]]
     chunk: Callable[[Members, int, Piece], Sequence[BaseModel] | str]
-    addition: Callable[[Members, int, str], BaseModel]
     last: Callable[[Members], BaseModel]
-    score: Callable[[Sequence[Sequence[TokenLogprobs]]], None]
+    addition: Callable[[Members, int, str], BaseModel] | None = None
+    score: Callable[[Sequence[Sequence[TokenLogprobs]]], None] | None = None
+    write: Callable[[Any], str] = event
+    ending: str = DONE
 
 
 class Service:
@@ -92,7 +96,7 @@ class Service:
         Args:
             request: of the client.
             body: of the request.
-            prefix: of the response's id.
+            prefix: of the response's id, which the request's id follows.
             sequences: number of texts.
             prepare: makes the job; called in a thread.
         """
@@ -101,7 +105,7 @@ class Service:
             if (given := getattr(body, name)) is not None:
                 log[name] = given
         members: Members = {
-            "id": f"{prefix}-{request.state.request_id}",
+            "id": f"{prefix}{request.state.request_id}",
             "created": int(time.time()),
             "model": self.name(body.model),
             "service_tier": None if body.service_tier is None else "default",
@@ -112,7 +116,7 @@ class Service:
             job = replace(job, began=began)
             if self.settings.log_prompts:
                 log["prompts"] = [self.texts.text(prompt) for prompt in job.prompts]
-            if job.scored is not None:
+            if job.scored is not None and answer.score is not None:
                 answer.score(await unless_gone(request, self.worker.score(job)))
             if not body.stream:
                 batch, results = await unless_gone(request, self.worker.whole(job))
@@ -127,7 +131,7 @@ class Service:
             if self.settings.log_prompts:
                 log["texts"] = [""] * job.sequences
             events = self._events(first[0], pieces, job, answer, body, members, log.get("texts"))
-            return EventStream(events, resources.pop_all(), request.state.request_id)
+            return EventStream(events, resources.pop_all(), request.state.request_id, answer.ending)
 
     async def _events(
         self,
@@ -150,7 +154,7 @@ class Service:
 
         additions: dict[int, TextEvent] = {}  # of the texts whose chunks have always the same members
         for each in answer.opening(current()):
-            yield chunk(each)
+            yield answer.write(each)
         async for _, index, piece in pieces:
             if piece is None or not (piece.text or piece.logprobs or piece.finish_reason or body.return_token_ids):
                 continue
@@ -159,9 +163,11 @@ class Service:
             found = answer.chunk(current(), index, piece)
             if not isinstance(found, str):
                 for each in found:
-                    yield chunk(each)
-            elif continuous:
-                yield chunk(answer.addition(current(), index, found))
+                    yield answer.write(each)
+                continue
+            assert answer.addition is not None, "an answer that gives texts has one"
+            if continuous:
+                yield event(answer.addition(current(), index, found))
             else:
                 if index not in additions:
                     additions[index] = TextEvent(answer.addition(members, index, TextEvent.MARK))
@@ -170,7 +176,7 @@ class Service:
             totals = self._totals(batch, job, body)
             if not with_usage:
                 totals.pop("usage")
-            yield chunk(answer.last({**members, **totals}))
+            yield answer.write(answer.last({**members, **totals}))
 
     @staticmethod
     def _totals(batch: Batch, job: Job, body: Generation) -> dict[str, Usage | Speculation]:

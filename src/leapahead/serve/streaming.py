@@ -22,13 +22,13 @@ as_json = json.JSONEncoder(ensure_ascii=False).encode  # `json.dumps` makes an e
 GONE = 499  # the status in the log where the client has closed the connection
 
 
-def chunk(model: BaseModel) -> str:
+def event(model: BaseModel) -> str:
     """An event with this object."""
     return f"data: {model.model_dump_json()}\n\n"
 
 
 class TextEvent:
-    """Writes the events of chunks that differ in their text alone. It is the same JSON as `chunk` gives.
+    """Writes the events of chunks that differ in their text alone. It is the same JSON as `event` gives.
 
     Args:
         model: such a chunk, with the text `MARK`.
@@ -37,7 +37,7 @@ class TextEvent:
     MARK = "\0"
 
     def __init__(self, model: BaseModel) -> None:
-        self._before, _, self._behind = chunk(model).rpartition(json.dumps(self.MARK))
+        self._before, _, self._behind = event(model).rpartition(json.dumps(self.MARK))
 
     def of(self, text: str) -> str:
         """The event of this text."""
@@ -54,12 +54,15 @@ class EventStream(StreamingResponse):
         events: gives them as text. An exception becomes a last event with an error object.
         resources: released at the end.
         request_id: for the log.
+        ending: what comes behind all events.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], resources: AsyncExitStack, request_id: str) -> None:
-        self._events, self._resources, self._request_id = events, resources, request_id
+    def __init__(
+        self, events: AsyncGenerator[str, None], resources: AsyncExitStack, request_id: str, ending: str = DONE
+    ) -> None:
+        self._events, self._resources, self._request_id, self._ending = events, resources, request_id, ending
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +84,7 @@ class EventStream(StreamingResponse):
             log_fault(known, error, self._request_id)
             event = f"data: {json.dumps(known.body())}\n\n"
             await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
-        await send({"type": "http.response.body", "body": DONE.encode(), "more_body": False})
+        await send({"type": "http.response.body", "body": self._ending.encode(), "more_body": False})
 
 
 def log_fault(known: ApiError, error: BaseException, request_id: str) -> None:
