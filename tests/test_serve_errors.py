@@ -256,7 +256,7 @@ def test_methods_paths_models_and_types(running: Running) -> None:
     check(running.get(COMPLETIONS), 405, None, "GET")
     assert running.get(COMPLETIONS).headers["allow"] == "POST"
     check(running.post("/health", {}), 405, None)
-    for path in ("/v1/embeddings", "/v1/responses", "/docs", "/redoc", "/v1/completions/", "/nothing"):
+    for path in ("/v1/embeddings", "/v1/audio/speech", "/docs", "/redoc", "/v1/completions/", "/nothing"):
         check(running.post(path, {"input": "a"}), 404, None, path)
     check(running.post(COMPLETIONS, {"prompt": "a", "model": "gpt"}), 404, "model", "'tiny'")
     check(running.post(COMPLETIONS, {"prompt": "a", "model": ""}), 404, "model")
