@@ -380,6 +380,14 @@ def test_the_help_has_the_usual_rates(leapahead: Any) -> None:
             assert (rate, kind in others.split(", ")) == (1e-3, True)
 
 
+@pytest.mark.parametrize("command", ["train-head", "train-probes", "train-draft", "train-cllm", "search-layers"])
+def test_what_is_for_transformers_only_has_no_options_of_other_engines(leapahead: Any, command: str) -> None:
+    shown = leapahead(command, "--help").stdout
+    assert "--dtype" in shown
+    for option in ("--engine", "--ctx-size", "--threads", "--gpu-layers", "--weights", "GGUF", "OpenVINO"):
+        assert option not in shown
+
+
 def test_a_run_is_resumed_with_the_same_settings_only(tmp_path: Path) -> None:
     folder, settings = Folder(tmp_path / "run"), Settings("eagle3", data="a", steps=3)
     with pytest.raises(LeapaheadError, match="holds no training that could be resumed"):

@@ -55,14 +55,14 @@ INPUT: tuple[Option, ...] = (
     ),
 )
 
-MODEL_NAME: Option = option(
-    "-m",
-    "--model",
-    metavar="MODEL",
-    group=MODEL_GROUP,
-    show_default="the bundled model",
-    help="Hub name or folder of a Transformers model, an OpenVINO folder, a GGUF file, or `bundled`.",
-)
+
+def _model_name(what: str) -> Option:
+    """The option `--model`; `what` is its help."""
+    shown = "the bundled model"
+    return option("-m", "--model", metavar="MODEL", group=MODEL_GROUP, show_default=shown, help=what)
+
+
+MODEL_NAME = _model_name("Hub name or folder of a Transformers model, an OpenVINO folder, a GGUF file, or `bundled`.")
 TRUST_REMOTE_CODE: Option = option(
     "--trust-remote-code", is_flag=True, group=MODEL_GROUP, help="Run Python code that comes with the model."
 )
@@ -72,15 +72,7 @@ EXACT: Option = option(
     group=MODEL_GROUP,
     help="Compute the same bits whatever is drafted or decoded together, so that no rounding changes a text; slower.",
 )
-LOADING: tuple[Option, ...] = (
-    option(
-        "--engine",
-        type=click.Choice(ENGINES),
-        default="auto",
-        group=MODEL_GROUP,
-        help="What computes: OpenVINO for its own folders, llama.cpp for GGUF files, Transformers for all others; "
-        "`openvino` takes those too, and converts them once.",
-    ),
+TRANSFORMERS_LOADING: tuple[Option, ...] = (
     option(
         "--dtype",
         default="auto",
@@ -118,6 +110,17 @@ LOADING: tuple[Option, ...] = (
         show_default="--pack",
         help="Lay out a Transformers model's bfloat16 weights for faster products on a CPU.",
     ),
+)
+LOADING: tuple[Option, ...] = (
+    option(
+        "--engine",
+        type=click.Choice(ENGINES),
+        default="auto",
+        group=MODEL_GROUP,
+        help="What computes: OpenVINO for its own folders, llama.cpp for GGUF files, Transformers for all others; "
+        "`openvino` takes those too, and converts them once.",
+    ),
+    *TRANSFORMERS_LOADING,
     option(
         "-c",
         "--ctx-size",
@@ -139,6 +142,11 @@ THREADS: Option = option(
     help="CPU threads of llama.cpp, for forwards of few tokens, and of OpenVINO.",
 )
 MODEL: tuple[Option, ...] = (MODEL_NAME, *LOADING, THREADS, *ENGINE)
+# Of commands for models of Transformers only.
+TRANSFORMERS_MODEL: tuple[Option, ...] = (
+    _model_name("Hub name or folder of a Transformers model, or `bundled`."),
+    *TRANSFORMERS_LOADING,
+)
 
 DRAFTER_OPTIONS: tuple[Option, ...] = (
     option("-W", "--window", type=int, metavar="W", group=DRAFTER_GROUP, help="Window of lookahead."),
@@ -337,9 +345,10 @@ def model_arguments(values: dict[str, Any]) -> dict[str, Any]:
 
 def loading_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The same without the model."""
-    found = {name: values.pop(name) for name in ("engine", "dtype", "device", "trust_remote_code", "exact")}
+    common = ("engine", "dtype", "device", "trust_remote_code", "exact")
+    found = {name: values.pop(name) for name in common if name in values}
     backend = {name: values.pop(name) for name in ENGINE_OPTIONS if name in values}
-    if backend["flash_attn"] is not None:
+    if backend.get("flash_attn") is not None:
         backend["flash_attn"] = backend["flash_attn"] == "on"
     return {**found, **{name: value for name, value in backend.items() if value is not None}}
 

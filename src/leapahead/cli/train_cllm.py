@@ -11,7 +11,7 @@ import click
 from leapahead.api import LLM
 from leapahead.cli import screen, training
 from leapahead.cli.command import Command, option
-from leapahead.cli.options import MODEL, all_of, model_arguments
+from leapahead.cli.options import TRANSFORMERS_MODEL, all_of, model_arguments
 from leapahead.cli.training import AT_LEAST_ONE
 from leapahead.models.loading import BUNDLED
 from leapahead.training.settings import CllmSettings, Folder
@@ -32,7 +32,7 @@ TUNING = "Tuning options"
         "leapahead generate -m my-cllm/tuned -d jacobi 'def add(a, b):'",
     ),
 )
-@all_of(MODEL)
+@all_of(TRANSFORMERS_MODEL)
 @option("--block", type=AT_LEAST_ONE, default=8, metavar="N", group=TUNING, help="Guesses of a state, see `-d jacobi`.")
 @option(
     "--states",

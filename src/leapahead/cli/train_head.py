@@ -10,7 +10,7 @@ import click
 from leapahead.api import LLM
 from leapahead.cli import training
 from leapahead.cli.command import Command, option
-from leapahead.cli.options import MODEL, all_of, model_arguments
+from leapahead.cli.options import TRANSFORMERS_MODEL, all_of, model_arguments
 from leapahead.cli.training import ABOVE_0, AT_LEAST_ONE, TRAINING
 from leapahead.core.errors import BadParameter
 from leapahead.drafters.heads.config import EAGLE, EAGLE3
@@ -54,7 +54,7 @@ def _usual_rates() -> str:
         "leapahead generate -m Qwen/Qwen3-0.6B --head my-head/head 'def add(a, b):'",
     ),
 )
-@all_of(MODEL)
+@all_of(TRANSFORMERS_MODEL)
 @option("--kind", type=click.Choice(TRAINED), required=True, group=HEAD, help="Kind of the head.")
 @all_of(training.PROMPTS, (training.SAMPLED,), training.EVALUATED)
 @option("--ttt", type=AT_LEAST_ONE, metavar="N", group=HEAD, show_default="4; 1 for eagle",

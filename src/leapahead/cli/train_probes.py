@@ -11,7 +11,7 @@ import click
 from leapahead.api import LLM
 from leapahead.cli import screen, training
 from leapahead.cli.command import Command, option
-from leapahead.cli.options import MODEL, all_of, model_arguments
+from leapahead.cli.options import TRANSFORMERS_MODEL, all_of, model_arguments
 from leapahead.cli.training import ABOVE_0, AT_LEAST_ONE, TRAINING
 from leapahead.drafters.heads.config import PROBES, SPACE
 from leapahead.models.loading import BUNDLED
@@ -34,7 +34,7 @@ GROUP = "Probe options"
         "leapahead generate -m my-space/tuned --head my-space/tuned/probes 'def add(a, b):'",
     ),
 )
-@all_of(MODEL)
+@all_of(TRANSFORMERS_MODEL)
 @option(
     "--kind",
     type=click.Choice(PROBES),
