@@ -421,6 +421,8 @@ def test_the_command_trains_a_head(leapahead: Any, data: Path, tmp_path: Path) -
     readme = (out / "head" / "README.md").read_text()
     assert f"--kind eagle3 --data {data}" in readme
     assert "| prompts | 2 |" in readme
+    for words in ("the text is the model's own.", "in the speculators format", "Tokens per forward, chain of 5"):
+        assert words in readme.replace("\n", " ")
     for wrong in (("--head", str(out)), ("-m", str(out))):
         assert f"; a training has written its result to {out / 'head'}" in leapahead("generate", "a", *wrong).stderr
     text = leapahead("generate", "def add", "--max-new-tokens", "8", "-d", "head", "--head", str(out / "head"))

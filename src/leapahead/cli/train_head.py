@@ -144,7 +144,7 @@ def train_head(out: Path, resume: bool, as_json: bool, text_batch: int, **values
         training.table((each.name, each) for each in trained.evaluations)
         click.echo(
             "1 to 5: how often the token at that depth of a chain is right where those before it are; chain, tree: "
-            "tokens of a pass of the target with a chain of 5, with a tree of 16 nodes"
+            "tokens per forward of the target with a chain of 5, with a tree of 16 nodes"
         )
 
 

@@ -59,16 +59,16 @@ PAPERS = {
     PASS: "2311.13581",
     SPACE: "2402.11809",
 }
-OPTIMIZERS = {ADAMW: "AdamW", MUON: "Muon, and AdamW for what is no hidden matrix"}
+OPTIMIZERS = {ADAMW: "AdamW", MUON: "Muon for the matrices of hidden layers, AdamW for all other weights"}
 FORMATS = {
     MEDUSA: "vLLM's",
     EAGLE: "EAGLE's own",
-    EAGLE3: "speculators",
-    PEAGLE: "speculators",
+    EAGLE3: "the speculators",
+    PEAGLE: "the speculators",
     HYDRA: "Hydra's own",
     HYDRA_PREFIX: "Hydra's own",
-    DFLASH: "speculators",
-    DFLASH2: "speculators",
+    DFLASH: "the speculators",
+    DFLASH2: "the speculators",
 }
 
 
@@ -109,13 +109,13 @@ def text(recipe: Recipe, run: Run) -> str:
         ("Kind", f"{name} ({PAPERS[config.kind]}), in {FORMATS[config.kind]} format"),
         ("Parameters", f"{parameters:,}, {str(recipe.target.output.dtype).removeprefix('torch.')}"),
         ("Vocabulary", "all tokens" if recipe.vocabulary is None else vocabulary),
-        *([("Hidden states", ", ".join(map(str, config.layers)))] if config.kind in FUSED else []),
+        *([("Hidden states of layers", ", ".join(map(str, config.layers)))] if config.kind in FUSED else []),
         *([("Tokens of a forward", str(config.depths))] if config.depths else []),
     ]
     body = [
         f"# {name} head for {config.target}\n",
         f"A trained drafter for `{config.target}`. It predicts several tokens ahead from the hidden states of that "
-        "model, which\nverifies them in one forward pass: the text is the model's own, and comes faster.\n",
+        "model, which\nverifies them in one forward pass: the text is the model's own.\n",
         "| | |\n| --- | --- |\n" + "".join(f"| {key} | {value} |\n" for key, value in rows),
         "## Use\n",
         "    leapahead generate -m MODEL --head FOLDER PROMPT\n",
@@ -174,7 +174,7 @@ def training(run: Run, method: str) -> str:
         f"{run.texts:,} texts of the target, {run.tokens:,} tokens of its answers to the prompts of {files};\n"
         f"{run.sampled:.0%} of them sampled at temperature 1, the others greedy. {state.step:,} steps of {texts} texts "
         f"({state.step * texts / max(1, run.texts):.1f} epochs)\nin {state.seconds / 60:.1f} minutes on "
-        f"{run.conditions['gpu'] or run.conditions['cpu']}. {OPTIMIZERS[settings.optimizer]}, "
+        f"{run.conditions['gpu'] or run.conditions['cpu']}. {OPTIMIZERS[settings.optimizer]}; "
         f"learning rate {settings.lr:g}, warm-up and {settings.schedule} decay.\n{method}\n"
     )
 
@@ -194,14 +194,14 @@ def write(folder: Path, content: str, data: Data) -> None:
 
 PLACES = (
     "The head drafts once at every place of texts that it was not trained on. Columns 1 to 5: how often the token "
-    "at that\ndepth of a chain is right where those before it are. Tokens a pass: of the target, 1 without drafts; "
-    f"the tree has the\n{NODES} likeliest nodes, with {CANDIDATES} candidates after each of {FRONTIER} nodes of a "
-    "level.\n"
+    "at that\ndepth of a chain is right where those before it are. The last two columns: tokens per forward of the "
+    f"target, which are 1\nwithout drafts; the tree has the {NODES} likeliest nodes, with {CANDIDATES} candidates "
+    f"after each of {FRONTIER} nodes of a level.\n"
 )
 DECODED = (
     "Decoding of prompts that were not trained on, with this head alone. Columns 1 to 5: how often the token at that "
-    "depth of a\nchain is accepted where those before it are. Tokens a pass: committed tokens of a step, 1 without "
-    f"drafts; the tree has at\nmost {NODES} nodes.\n"
+    "depth of a\nchain is accepted where those before it are. The last two columns: committed tokens per forward of "
+    f"the target, which\nare 1 without drafts; the tree has at most {NODES} nodes.\n"
 )
 
 
@@ -212,7 +212,7 @@ def measured(evaluations: Sequence[Evaluation], how: str) -> str:
     depths = " | ".join(str(depth) for depth in range(1, DEPTH + 1))
     lines = [
         how,
-        f"| Texts | Number | Tokens | {depths} | Tokens a pass, chain of {DEPTH} | Tree of {NODES} |",
+        f"| Texts | Number | Tokens | {depths} | Tokens per forward, chain of {DEPTH} | Tree of {NODES} |",
         f"| --- | ---: | ---: | {' | '.join(['---:'] * DEPTH)} | ---: | ---: |",
     ]
     for each in evaluations:

@@ -135,8 +135,8 @@ def _card(student: Student, settings: DraftSettings, run: card.Run, before: Sequ
     ]
     body = [
         f"# Draft model for {settings.model}\n",
-        f"A small model that drafts for `{settings.model}`, which verifies its drafts: the text is the target's own, "
-        "and comes\nfaster. It was trained to have the target's distribution (DistillSpec, 2310.08461).\n",
+        f"A small model that drafts for `{settings.model}`, which verifies its drafts: the text is the target's own. "
+        "It was\ntrained to have the target's distribution (DistillSpec, 2310.08461).\n",
         "| | |\n| --- | --- |\n" + "".join(f"| {key} | {value} |\n" for key, value in rows),
         "## Use\n",
         "    leapahead generate -m MODEL --draft FOLDER PROMPT\n",

@@ -2,7 +2,7 @@
 
 The target chooses the text's own tokens, whatever was drafted, so no text is decoded. What counts is the number of
 drafted tokens that the text goes on with: of a chain, and of a tree of the likeliest nodes, grown as in EAGLE-2
-(2406.16858, section 4.1). Going through a text by what was accepted gives the tokens of a pass; plain decoding has 1.
+(2406.16858, section 4.1). Going through a text by what was accepted gives the tokens per forward; plain decoding has 1.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Evaluation:
         name: of the set.
         texts, tokens: number of texts, and of tokens of their answers.
         depths: of a chain of 5, how often the token at each depth was right where those before it were.
-        chain: tokens of a pass with that chain.
-        tree: tokens of a pass with a tree of 16 nodes.
+        chain: tokens per forward with that chain.
+        tree: tokens per forward with a tree of 16 nodes.
     """
 
     name: str

@@ -182,7 +182,7 @@ def _card(own: ProbeRecipe, run: card.Run, found: Sequence[Losses]) -> str:
         title, use = f"{name} probes for {settings.model}", "-m MODEL --head FOLDER"
         what = (
             f"Look-ahead embeddings for {model}. They ride in its own forwards and predict several tokens ahead, which "
-            "the\nmodel verifies: the text is its own, and comes faster."
+            "the\nmodel verifies: the text is its own."
         )
     method = (
         f"{settings.groups} groups of {own.depths} probes in each text of a step; the loss of depth d has the weight "
