@@ -384,7 +384,8 @@ def test_the_help_has_the_usual_rates(leapahead: Any) -> None:
 def test_what_is_for_transformers_only_has_no_options_of_other_engines(leapahead: Any, command: str) -> None:
     shown = leapahead(command, "--help").stdout
     assert "--dtype" in shown
-    for option in ("--engine", "--ctx-size", "--threads", "--gpu-layers", "--weights", "GGUF", "OpenVINO"):
+    assert ("--exact" in shown) == (command in ("train-draft", "search-layers"))
+    for option in ("--engine", "--devices", "--ctx-size", "--threads", "--gpu-layers", "--weights", "GGUF", "OpenVINO"):
         assert option not in shown
 
 

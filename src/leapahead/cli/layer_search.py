@@ -11,7 +11,7 @@ import click
 from leapahead.bench import tasks
 from leapahead.cli import screen
 from leapahead.cli.command import Command, option
-from leapahead.cli.options import TRANSFORMERS_MODEL, all_of, data_option, model_arguments
+from leapahead.cli.options import EXACT, TRANSFORMERS_MODEL, all_of, data_option, model_arguments
 from leapahead.core.errors import Refused
 from leapahead.models import loading
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         "leapahead generate -m models/my-llama -d draft_model --draft self:skip 'def add(a, b):'",
     ),
 )
-@all_of(TRANSFORMERS_MODEL)
+@all_of(TRANSFORMERS_MODEL, (EXACT,))
 @data_option("Prompts: a file of your own, or a folder, see `leapahead bench`.")
 @option("--limit", type=click.IntRange(min=1), default=4, metavar="K", help="Number of prompts of each task.")
 @option("--trials", type=click.IntRange(min=1), default=100, metavar="N", help="Number of sets of layers to try.")

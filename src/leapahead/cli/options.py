@@ -72,7 +72,7 @@ EXACT: Option = option(
     group=MODEL_GROUP,
     help="Compute the same bits whatever is drafted or decoded together, so that no rounding changes a text; slower.",
 )
-TRANSFORMERS_LOADING: tuple[Option, ...] = (
+PLACE: tuple[Option, ...] = (
     option(
         "--dtype",
         default="auto",
@@ -87,15 +87,15 @@ TRANSFORMERS_LOADING: tuple[Option, ...] = (
         group=MODEL_GROUP,
         help="cpu, cuda, cuda:1, mps, xpu, auto: an accelerator if there is one; or balanced: the layers on all GPUs.",
     ),
-    option(
-        "--devices",
-        metavar="DEVICE,...",
-        group=MODEL_GROUP,
-        help="Divide the branches of drafts over devices, each with the whole model: cuda:0,cuda:1, or torchrun for "
-        "the processes that torchrun started. Transformers only.",
-    ),
-    TRUST_REMOTE_CODE,
-    EXACT,
+)
+DEVICES: Option = option(
+    "--devices",
+    metavar="DEVICE,...",
+    group=MODEL_GROUP,
+    help="Divide the branches of drafts over devices, each with the whole model: cuda:0,cuda:1, or torchrun for "
+    "the processes that torchrun started. Transformers only.",
+)
+OF_TRANSFORMERS: tuple[Option, ...] = (
     option(
         "--static",
         type=click.Choice(["auto", "off", "graphs", "compiled"]),
@@ -120,7 +120,11 @@ LOADING: tuple[Option, ...] = (
         help="What computes: OpenVINO for its own folders, llama.cpp for GGUF files, Transformers for all others; "
         "`openvino` takes those too, and converts them once.",
     ),
-    *TRANSFORMERS_LOADING,
+    *PLACE,
+    DEVICES,
+    TRUST_REMOTE_CODE,
+    EXACT,
+    *OF_TRANSFORMERS,
     option(
         "-c",
         "--ctx-size",
@@ -142,11 +146,9 @@ THREADS: Option = option(
     help="CPU threads of llama.cpp, for forwards of few tokens, and of OpenVINO.",
 )
 MODEL: tuple[Option, ...] = (MODEL_NAME, *LOADING, THREADS, *ENGINE)
-# Of commands for models of Transformers only.
-TRANSFORMERS_MODEL: tuple[Option, ...] = (
-    _model_name("Hub name or folder of a Transformers model, or `bundled`."),
-    *TRANSFORMERS_LOADING,
-)
+# Of commands for models of Transformers only, which have them in one process.
+TRANSFORMERS_NAME = _model_name("Hub name or folder of a Transformers model, or `bundled`.")
+TRANSFORMERS_MODEL: tuple[Option, ...] = (TRANSFORMERS_NAME, *PLACE, TRUST_REMOTE_CODE, *OF_TRANSFORMERS)
 
 DRAFTER_OPTIONS: tuple[Option, ...] = (
     option("-W", "--window", type=int, metavar="W", group=DRAFTER_GROUP, help="Window of lookahead."),

@@ -14,7 +14,7 @@ import click
 from leapahead.api import LLM
 from leapahead.cli import training
 from leapahead.cli.command import Command, option
-from leapahead.cli.options import TRANSFORMERS_MODEL, all_of, model_arguments
+from leapahead.cli.options import EXACT, TRANSFORMERS_MODEL, all_of, model_arguments
 from leapahead.models.loading import BUNDLED
 from leapahead.training.settings import DIVERGENCES, DRAFT, DRAFTS, DraftSettings, Folder
 
@@ -35,7 +35,7 @@ DISTILLATION = "Distillation options"
         "leapahead generate -m Qwen/Qwen3-8B --draft my-draft/draft 'def add(a, b):'",
     ),
 )
-@all_of(TRANSFORMERS_MODEL)
+@all_of(TRANSFORMERS_MODEL, (EXACT,))
 @option(
     "--draft",
     required=True,
