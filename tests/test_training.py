@@ -294,8 +294,23 @@ def test_a_loss_that_is_no_number_ends_the_training(target: TrainingTarget, text
 
 def test_a_broken_checkpoint_is_named(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_bytes(b"nothing")
-    with pytest.raises(LeapaheadError, match="checkpoint cannot be used"):
+    with pytest.raises(LeapaheadError, match=r"checkpoint cannot be used: .*; remove it, and --resume trains from"):
         made(target, texts, settings_of("eagle3"), tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_of_another_network_is_refused(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
+    """One with more heads filled those that there are, and their optimizer with the numbers of others."""
+    made(target, texts, settings_of("medusa", steps=1), tmp_path / "checkpoint")[1].run(QUIET)
+    for kind, given in (("medusa", {"depths": 2}), ("eagle3", {})):
+        with pytest.raises(LeapaheadError, match="checkpoint cannot be used: its weights are those of another network"):
+            made(target, texts, settings_of(kind, **given), tmp_path / "checkpoint")
+
+
+def test_a_last_step_that_diverges_ends_the_training(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
+    _, training = made(target, texts, settings_of("eagle", steps=1, lr=1e38), tmp_path / "checkpoint")
+    with pytest.raises(LeapaheadError, match=r"after step 1 is not a finite number; .*--resume .* lr=1e\+38"):
+        training.run(QUIET)
+    assert not (tmp_path / "checkpoint").exists()
 
 
 def test_the_end_by_the_clock(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:

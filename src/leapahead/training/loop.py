@@ -202,14 +202,18 @@ class Training:
             (found.loss / count).backward()  # type: ignore[no-untyped-call]
             rows.append(torch.cat([found.loss.detach()[None], found.agreement]))
         row: Row = torch.stack(rows).mean(0).tolist()
-        if not math.isfinite(row[0]):
-            raise BadParameter(
-                f"the loss of step {step + 1} is not a finite number; go on from the last checkpoint with --resume and "
-                f"a lower learning rate than lr={self.settings.lr:g}"
-            )
+        self._check_finite(row[0], f"the loss of step {step + 1}")
         nn.utils.clip_grad_norm_(self.parameters.values(), MOST_GRADIENT)
         self.optimizer.step(rate)
         return row
+
+    def _check_finite(self, value: float, what: str) -> None:
+        """Refuses a value that shows that the training has diverged."""
+        if not math.isfinite(value):
+            raise BadParameter(
+                f"{what} is not a finite number; go on from the last checkpoint with --resume and a lower learning "
+                f"rate than lr={self.settings.lr:g}"
+            )
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -217,10 +221,13 @@ class Training:
     def _save(self, say: Callable[[str], None]) -> None:
         """Measures the held-out texts and writes the checkpoint, in one step."""
         state = self.state
+        for name, each in self.parameters.items():
+            self._check_finite(each.abs().max().item(), f"a weight of {name} after step {state.step}")
         line = f"step {state.step}, {state.seconds / 60:.1f} minutes: loss {state.loss:.3f}"
         if self.held_out is not None:
             with autocast(self.recipe.device):
                 found = self.recipe.loss(self.held_out)
+            self._check_finite(found.loss.item(), f"the loss of the held-out texts after step {state.step}")
             state.held_out.append([state.step, found.loss.item(), *found.agreement.tolist()])
             right = " ".join(f"{each:.2f}" for each in state.held_out[-1][2:])
             line += f"; held-out texts: loss {state.held_out[-1][1]:.3f}, right at each depth {right}"
@@ -246,14 +253,19 @@ class Training:
             with safe_open(self.checkpoint, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 state = State(**json.loads(file.metadata()[STATE]))
-            self.recipe.module.load_state_dict(
-                {name: each for name, each in tensors.items() if not name.startswith(OPTIMIZER)}, strict=False
-            )
+            weights = {name: each for name, each in tensors.items() if not name.startswith(OPTIMIZER)}
+            shapes, own = ({name: each.shape for name, each in some.items()} for some in (weights, self.parameters))
+            if shapes != own:
+                raise ValueError("its weights are those of another network")
+            self.recipe.module.load_state_dict(weights, strict=False)
             self.optimizer.load(
                 {name.removeprefix(OPTIMIZER): each for name, each in tensors.items() if name.startswith(OPTIMIZER)}
             )
         except (OSError, SafetensorError, RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise BadParameter(f"the checkpoint {self.checkpoint} cannot be used: {error}") from None
+            raise BadParameter(
+                f"the checkpoint {self.checkpoint} cannot be used: {error}; remove it, and --resume trains from the "
+                "first step on"
+            ) from None
         return state
 
 
