@@ -898,6 +898,40 @@ def test_what_is_no_exception_ends_asyncio_requests_and_not_their_thread(where: 
     asyncio.run(main())
 
 
+class Rooted(Drafter):
+    """Drafts nothing, and is shown the prompt."""
+
+    name: ClassVar[str] = "rooted"
+    capture = Capture(top_k=1)
+
+    def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
+        return [Proposal(TokenTree.root(sequence.root)) for sequence in sequences]
+
+
+@pytest.mark.parametrize("where", ["capture_of", "begin", "read_prompt", "propose", "observe", "finish", "figures"])
+def test_what_is_no_exception_in_a_drafter_ends_its_own_request(where: str) -> None:
+    """As of a cancelled future of asyncio that a drafter waits for, in a request of several samples."""
+
+    def cancelled(drafter: Rooted, first: Any, *others: Any) -> Any:
+        if where != "propose" or any(sequence.tokens[0] == 7 for sequence in first):
+            raise asyncio.CancelledError
+        return Rooted.propose(drafter, first, *others)
+
+    cancelling = type("Cancelling", (Rooted,), {where: cancelled})
+
+    async def main() -> None:
+        async with AsyncLLM(ToyTarget(), drafter="plain", max_batch=4) as llm:
+            options: dict[str, Any] = {"drafter": cancelling, "max_new_tokens": 20}
+            other = llm.generate([2, 1], **(options if where == "propose" else {"max_new_tokens": 90}))
+            both = asyncio.gather(other, llm.generate([7, 2, 3], n=2, **options), return_exceptions=True)
+            text, failed = await asyncio.wait_for(both, 10)
+            assert not isinstance(text, BaseException)
+            assert isinstance(failed, LeapaheadError)
+            assert "CancelledError" in str(failed)
+
+    asyncio.run(main())
+
+
 def test_asyncio_tasks_share_a_batch() -> None:
     async def main() -> None:
         async with AsyncLLM(ToyTarget(), drafter="prompt_lookup") as llm:

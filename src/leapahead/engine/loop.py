@@ -391,8 +391,9 @@ def _propose(drafter: Drafter, members: list[tuple[Running, Budget]]) -> dict[Ru
             running: running.checked(proposal, budget)
             for (running, budget), proposal in zip(members, proposals, strict=True)
         }
-    except Exception as error:
+    except BaseException as error:
+        ended = of_request(error)
         if len(members) == 1:
-            members[0][0].error = error
+            members[0][0].error = ended
             return {}
     return {running: proposal for each in members for running, proposal in _propose(drafter, [each]).items()}

@@ -253,9 +253,8 @@ class Engine:
         try:
             return step(self.target, [*batch, *reads], self.latency.clock, reads)
         except BaseException as error:  # of the forward: it concerns the whole batch
-            ended = of_request(error)
             for running in (*batch, *reads):
-                running.error = running.error or ended
+                running.error = of_request(error, running.error)
             return []
 
     def _admit(self) -> None:
@@ -278,8 +277,8 @@ class Engine:
                     self._turn.stalled = all(each.handle.paused for each in self._active)
                     return  # it joins when another one has left
                 self._end(handle, error)
-            except Exception as error:
-                self._end(handle, error)
+            except BaseException as error:
+                self._end(handle, of_request(error))
 
     def _is_known(self, handle: Handle) -> bool:
         """Whether a queued request is running already, or over."""
@@ -338,8 +337,8 @@ class Engine:
         self.latency.interrupt()
         try:
             rows = running.read_prompt(max_tokens)
-        except Exception as error:
-            running.error = error
+        except BaseException as error:
+            running.error = of_request(error)
             return
         if rows is not None and running.handle in self._samples:
             self._prompt_rows.setdefault(running.handle, []).append(rows)
@@ -358,8 +357,8 @@ class Engine:
                     continue
             except CacheFull:
                 pass
-            except Exception as error:
-                self._end(handle, error)
+            except BaseException as error:
+                self._end(handle, of_request(error))
                 continue
             with self._changed:
                 self._queue.append(handle)
@@ -372,8 +371,8 @@ class Engine:
             for running in over:
                 try:
                     running.close()
-                except Exception as error:  # of the session
-                    running.error = running.error or error
+                except BaseException as error:  # of the session or the drafter
+                    running.error = of_request(error, running.error)
                 self._end(running.handle, running.error)
                 self._active.remove(running)  # last: an interrupted end is repeated
         if self._queue:

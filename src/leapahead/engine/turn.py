@@ -16,18 +16,18 @@ from leapahead.models.base import Target
 STALLED = 0.01  # seconds between two attempts of an engine that waits for the readers of its streams
 
 
-def of_request(error: BaseException) -> Exception:
-    """What ends a request in which something was raised.
+def of_request(error: BaseException, earlier: BaseException | None = None) -> BaseException:
+    """What ends a request in which something was raised: this, or what has ended it before.
 
     Raises:
         BaseException: an interrupt, which is the caller's. Signals go to the main thread; in others, what is no
             Exception comes from a request, too: a criterion that calls `sys.exit`, or a native module.
     """
     if isinstance(error, Exception):
-        return error
+        return earlier or error
     if current_thread() is main_thread():
         raise error
-    return LeapaheadError(f"decoding was interrupted by {error!r}")
+    return earlier or LeapaheadError(f"decoding was interrupted by {error!r}")
 
 
 class Lost:
