@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -294,6 +295,21 @@ def test_logs_have_no_prompts_unless_asked() -> None:
         if asked:
             text = found.json()["choices"][0]["text"]
             assert [line["texts"] for line in requests[:2]] == [[text], [text]]  # whole, and as a stream
+
+
+def test_warnings_are_lines_of_the_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from leapahead.serve import logs
+
+    for each in (logs.logger, logging.getLogger("uvicorn")):
+        for name in ("handlers", "propagate", "level"):
+            monkeypatch.setattr(each, name, getattr(each, name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logs.set_up()
+        warnings.warn("the draft model\nis too slow", stacklevel=1)
+    line = json.loads(capsys.readouterr().err)
+    assert (line["level"], line["event"]) == ("warning", "warning")
+    assert line["message"] == "the draft model is too slow"
 
 
 def test_origins(tmp_path: Path) -> None:

@@ -290,10 +290,10 @@ def serve(
                 f"--host {host} lets other machines in, which needs an API key: set {keys.ENVIRONMENT}, "
                 "or give --api-key-file; --no-auth lets everybody in"
             )
+        logs.set_up()
         llm = open_llm(values, max_batch, prefill_chunk)
         if generation_config:
             chosen = replace(chosen, defaults=model_defaults(llm))
-        logs.set_up()
         if isinstance(llm.target, WarmsUp):
             llm.target.warm_up(max_batch)
         if llm.target.info.kv_cache:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import warnings
 from datetime import UTC, datetime
 from typing import Any
 
@@ -27,12 +28,17 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(level: int = logging.INFO) -> None:
-    """Lets the server's log and that of uvicorn go to standard error."""
+    """Lets the server's log and that of uvicorn go to standard error, and warnings into the log."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for each, least in ((logger, level), (logging.getLogger("uvicorn"), max(level, logging.WARNING))):
         each.handlers, each.propagate = [handler], False
         each.setLevel(least)
+    warnings.showwarning = _warning
+
+
+def _warning(message: Warning | str, *where: Any, **more: Any) -> None:
+    event("warning", logging.WARNING, message=" ".join(str(message).split()))
 
 
 def event(name: str, level: int = logging.INFO, error: BaseException | None = None, **members: Any) -> None:
