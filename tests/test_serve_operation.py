@@ -25,7 +25,7 @@ import httpx
 import pytest
 
 from leapahead import LLM
-from leapahead.cli.serve import is_loopback, model_defaults
+from leapahead.cli.serve import ended_by_sigterm, is_loopback, model_defaults
 from leapahead.core.errors import BadParameter
 from leapahead.grammar import Grammars
 from leapahead.models.toy import ToyTarget
@@ -439,6 +439,21 @@ def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
         process.kill()
         process.stderr.close()
         process.wait()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has none")
+def test_a_terminal_that_is_closed_ends_the_server_as_sigterm_does() -> None:
+    """SIGHUP remains ignored where nohup has set that."""
+    with pytest.raises(SystemExit) as ended, ended_by_sigterm():
+        signal.raise_signal(signal.SIGHUP)
+    assert ended.value.code == 0
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ended_by_sigterm():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

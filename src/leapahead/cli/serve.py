@@ -187,8 +187,9 @@ OF_LIMITS = (
 def ended_by_sigterm() -> Iterator[None]:
     """Within the block, SIGTERM ends the command with exit code 0, unless a server that runs handles it.
 
-    It raises SystemExit, so that temporary files are removed. While the main thread is in a native call, which may take
-    longer than a supervisor waits, nothing can be raised there: a thread ends the process then.
+    SIGHUP, which a closed terminal sends, does the same. SystemExit is raised, so that temporary files are removed.
+    While the main thread is in a native call, which may take longer than a supervisor waits, nothing can be raised
+    there: a thread ends the process then.
     """
     received, ended = Event(), Event()
     reader, writer = socket.socketpair()
@@ -208,12 +209,16 @@ def ended_by_sigterm() -> Iterator[None]:
 
     watching = Thread(target=watch, name="leapahead-sigterm", daemon=True)
     handler = signal.signal(signal.SIGTERM, end)
+    if hangs_up := hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+        signal.signal(signal.SIGHUP, lambda number, frame: signal.raise_signal(signal.SIGTERM))
     wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     watching.start()
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
+        if hangs_up:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
         signal.set_wakeup_fd(wakeup)
         ended.set()
         writer.close()
