@@ -137,6 +137,11 @@ WRONG: Sequence[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", ""),
     ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "leave it out"),
     ({"guided_json": {}}, "guided_json", "structured_outputs"),
+    ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex", "structured_outputs"),
+    ({"guided_decoding_backend": "guidance"}, "guided_decoding_backend", "leave it out"),
+    ({"regex": "a"}, "regex", "use structured_outputs={'regex': ...}"),
+    ({"json_schema": {}}, "json_schema", "use structured_outputs={'json': ...}"),
+    ({"repeat_penalty": 1.1}, "repeat_penalty", "use repetition_penalty"),
 ]
 
 
@@ -144,6 +149,13 @@ WRONG: Sequence[tuple[dict[str, Any], str, str]] = [
 def test_what_is_refused(plain: Running, body: dict[str, Any], param: str, words: str) -> None:
     check(plain.post(CHAT, {"messages": MESSAGES, "max_tokens": 20, **body}), 400, param, words)
     check(plain.post(COMPLETIONS, {"prompt": "a", **body}), 400, param, words)
+
+
+def test_guided_parameters_that_repeat_structured_outputs(plain: Running) -> None:
+    """As guidance's model for vLLM sends them."""
+    body = {"prompt": "a", "guided_regex": "[ab]c", "guided_decoding_backend": "guidance"}
+    found = plain.post(COMPLETIONS, {**body, "structured_outputs": {"regex": "[ab]c"}})
+    assert found.json()["choices"][0]["text"] in ("ac", "bc"), found.text
 
 
 def test_requests_with_forms_at_the_same_time(plain: Running, llm: LLM) -> None:

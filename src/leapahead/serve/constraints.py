@@ -18,11 +18,14 @@ GENERATION = {
         *("chat_template", "continue_final_message", "documents", "echo", "best_of"),
     )
 }
+FORMS = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+FORMS |= {"json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"}  # SGLang's, llama.cpp's
 GENERATION |= {
-    f"guided_{kind}": f"is not supported by this server; use structured_outputs={{{kind!r}: ...}}"
-    for kind in ("json", "regex", "choice", "grammar")
+    name: f"is not supported by this server; use structured_outputs={{{kind!r}: ...}}" for name, kind in FORMS.items()
 }
-GENERATION |= {name: "is not supported by this server; use tools and tool_choice" for name in FUNCTIONS}
+ELSEWHERE = {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens"}  # llama.cpp's names
+ELSEWHERE |= dict.fromkeys(FUNCTIONS, "tools and tool_choice")
+GENERATION |= {name: f"is not supported by this server; use {ours}" for name, ours in ELSEWHERE.items()}
 MESSAGE = {name: NOT_HERE for name in ("function_call", "audio")}
 MESSAGES = ("GivenMessage", "AssistantMessage", "ToolMessage")
 OF_ANSWERS = ("tool_calls", "reasoning_content", "reasoning", "refusal", "parsed", "annotations")
@@ -70,11 +73,25 @@ def given(kind: str, data: Any, required: Set[str]) -> Any:
         raise refusal("type", f"a tool of type {data['type']!r} is not possible; this server knows functions only")
     if kind == "ResponsesRequest" and data.get("store") is True:
         raise refusal("store", "store=true is not possible: the server keeps no responses; leave it out")
+    if kind in ("CompletionRequest", "ChatRequest"):
+        data = _without_repeated(data)
     refused = {name: why for name, why in REFUSED.get(kind, {}).items() if name not in KNOWN.get(kind, ())}
     for name, why in refused.items():
         if data.get(name) is not None:
             raise refusal(name, f"{name} {why}")
     return {name: value for name, value in data.items() if value is not None or name in required}
+
+
+def _without_repeated(data: dict[str, Any]) -> dict[str, Any]:
+    """A request without `guided_*` that repeat its `structured_outputs`: clients of several versions of vLLM send both.
+
+    `guided_decoding_backend` says what compiles these forms, which are the same with all.
+    """
+    forms = data.get("structured_outputs")
+    if not isinstance(forms, dict):
+        return data
+    repeated = {name for name, kind in FORMS.items() if kind in forms and data.get(name) == forms[kind]}
+    return {name: value for name, value in data.items() if name not in {*repeated, "guided_decoding_backend"}}
 
 
 def refusal(param: str, why: str, kind: Literal["unsupported", "invalid"] = UNSUPPORTED) -> PydanticCustomError:
