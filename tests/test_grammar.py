@@ -51,6 +51,8 @@ PERSON = {
 BRANCHES = 'start: "(" WORD "!" | "<" WORD "?"\nWORD: /[a-z]+/'
 ROW = {"type": "array", "items": {"enum": ["Fox", True, 1]}, "maxItems": 3}
 EITHER = {"anyOf": [ROW, {"type": "object", "properties": {"a": ROW}, "required": ["a"]}]}
+# Lexemes that llguidance's matcher does not go back in.
+LIMITED = 'start: x "-" y\nx[max_tokens=3]: /[a-c]+/\ny[stop="d"]: /[a-d]+/'
 BALANCED = 'start: "(" start ")" | /[ab]{1,3}/'
 GBNF = 'root ::= "yes" | "no" ("," " no")*'
 GBNF_AS_REGEX = "yes|no(, no)*"
@@ -290,10 +292,22 @@ def test_masks_of_branches(grammars: Grammars, tokenizer: Any) -> None:
     assert state(grammars, Grammar.lark(BRANCHES)).mask(0, second)[ends].tolist() == [False, True]
 
 
+def test_grammars_in_which_llguidance_does_not_go_back(grammars: Grammars, tokenizer: Any) -> None:
+    """A matcher that was to go back in a lexeme with max_tokens or stop begins again."""
+    a, b, minus = (tokenizer.encode(text, add_special_tokens=False) for text in "ab-")
+    followed = state(grammars, Grammar.lark(LIMITED))
+    for path in ([*a, *b, *minus, *a], [*a, *a], [*a, *b, *a], a, [*b, *minus]):
+        assert followed.admitted(0, path) == len(path), followed.problem
+    fresh = state(grammars, Grammar.lark(LIMITED))
+    assert (followed.mask(0, a) == fresh.mask(0, a)).all()
+    assert not followed.problem
+
+
 @settings(max_examples=60)
 @given(data=st.data())
 def test_masks_do_not_depend_on_the_branches_before(grammars: Grammars, data: Any) -> None:
-    kinds = [Grammar.lark(BRANCHES), Grammar.json_schema(EITHER), GRAMMARS["schema"], GRAMMARS["gbnf"]]
+    larks = [Grammar.lark(BRANCHES), Grammar.lark(LIMITED)]
+    kinds = [*larks, Grammar.json_schema(EITHER), GRAMMARS["schema"], GRAMMARS["gbnf"]]
     grammar = data.draw(st.sampled_from(kinds))
     committed: list[int] = []
     followed = state(grammars, grammar, committed)
@@ -314,7 +328,9 @@ def test_masks_do_not_depend_on_the_branches_before(grammars: Grammars, data: An
 @given(data=st.data())
 def test_answers_depend_on_the_prefix_only(grammars: Grammars, data: Any) -> None:
     """Not on what was asked before, nor on how much of the prefix is committed."""
-    grammar = data.draw(st.sampled_from([GRAMMARS["compact"], GRAMMARS["lark"], GRAMMARS["regex"]]))
+    grammar = data.draw(
+        st.sampled_from([GRAMMARS["compact"], GRAMMARS["lark"], GRAMMARS["regex"], Grammar.lark(LIMITED)])
+    )
     committed: list[int] = []
     followed = state(grammars, grammar, committed)
     for _ in range(data.draw(st.integers(1, 6))):

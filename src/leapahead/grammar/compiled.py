@@ -242,10 +242,14 @@ class State:
     def _refresh(self) -> None:
         """Makes the matcher forget a mask of a text that it went back behind: by one of the text that it still has."""
         if self._matcher.is_stopped() or self._matcher.compute_ff_bytes():  # a mask of this place would not be kept
-            self._matcher, self._masked = self._compiled.matcher(), -1
-            self._matcher.try_consume_tokens(self._read)
+            self._renew()
         else:
             self._mask()
+
+    def _renew(self) -> None:
+        """Begins again with a new matcher, which reads the same tokens."""
+        self._matcher, self._masked = self._compiled.matcher(), -1
+        self._matcher.try_consume_tokens(self._read)
 
     def admitted(self, length: int, path: Sequence[int]) -> int:
         self._move(length, path)
@@ -280,6 +284,8 @@ class State:
             self._matcher.rollback(len(read) - at)
             del read[at:]
             self._intact = min(self._intact, at)
+            if self._matcher.is_error():  # it does not go back in lexemes with max_tokens or stop
+                self._renew()
         if for_mask and self._masked > self._intact:
             self._refresh()
         known, eos = self._compiled.tokens.vocab_size, self._compiled.eos
