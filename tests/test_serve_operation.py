@@ -495,6 +495,19 @@ def test_the_command(sig: signal.Signals, tmp_path: Path) -> None:
     assert file.exists()
 
 
+def test_the_command_leaves_drafter_caches_to_the_server(
+    leapahead: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that cannot be written is an error of the log, and not one of the command as well."""
+    from leapahead.serve import logs
+
+    file = tmp_path / "drafts.npz"
+    monkeypatch.setattr(logs, "set_up", lambda: None)
+    monkeypatch.setattr(server, "run", lambda *_: file.mkdir())
+    found = leapahead("serve", "-d", "suffix", "--port", "0", "--drafter-cache", str(file))
+    assert (found.exit_code, found.stderr) == (0, "")
+
+
 def unavailable(url: str, seconds: float = 5.0) -> bool:
     """Whether /health says within so many seconds that the server is about to stop."""
     ends = time.monotonic() + seconds

@@ -146,8 +146,8 @@ def demo(max_new_tokens: int, rounds: int, **values: Any) -> None:
         raise Exit(DIFFERENT)
 
 
-def open_llm(values: dict[str, Any], max_batch: int = 1, prefill_chunk: int | None = None) -> LLM:
-    """The model and drafter of a command's values, closed when the command ends."""
+def open_llm(values: dict[str, Any], max_batch: int = 1, prefill_chunk: int | None = None, saves: bool = True) -> LLM:
+    """The model and drafter of a command's values, closed when the command ends; before, its drafter cache is saved."""
     drafter = values.pop("drafter")
     drafter_options = drafter_arguments(values, [drafter])
     model = model_arguments(values)
@@ -168,7 +168,7 @@ def open_llm(values: dict[str, Any], max_batch: int = 1, prefill_chunk: int | No
     if attached.plans and llm.engine.latency.store.read(1) is None:
         with screen.progress("measuring this machine once"):
             llm.engine.prepare(attached)
-    return save_at_exit(llm)
+    return save_at_exit(llm) if saves else llm
 
 
 def streamed_result(llm: LLM, prompt: Any, options: Options) -> Result:

@@ -296,7 +296,7 @@ def serve(
                 "or give --api-key-file; --no-auth lets everybody in"
             )
         logs.set_up()
-        llm = open_llm(values, max_batch, prefill_chunk)
+        llm = open_llm(values, max_batch, prefill_chunk, saves=False)  # the worker does
         if generation_config:
             chosen = replace(chosen, defaults=model_defaults(llm))
         if isinstance(llm.target, WarmsUp):
