@@ -22,7 +22,7 @@ from leapahead.core.errors import LeapaheadError  # noqa: E402
 from leapahead.core.stats import Stats  # noqa: E402
 from leapahead.models import loading  # noqa: E402
 from leapahead.planner.acceptance import AcceptanceTable  # noqa: E402
-from leapahead.training import evaluate, export, losses, optimizer, recipes  # noqa: E402
+from leapahead.training import evaluate, export, losses, recipes  # noqa: E402
 from leapahead.training.batches import Order, batch_of  # noqa: E402
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES  # noqa: E402
 from leapahead.training.features import Online, TrainingTarget, training_target  # noqa: E402
@@ -247,23 +247,12 @@ def test_adamw_is_one_kernel_on_a_cpu() -> None:
     assert torch.allclose(own, other, atol=1e-6)
 
 
-@pytest.mark.parametrize("has_bfloat16", [True, False])
-def test_muon_is_that_of_pytorch(monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool) -> None:
-    """In float32 where the processor has no bfloat16, whose products took most of a training there."""
-    monkeypatch.setattr(optimizer, "has_bfloat16", lambda device: has_bfloat16)
-    generator = torch.Generator().manual_seed(1)
-    for shape in ((8, 4), (4, 8)):
-        start = torch.randn(shape, generator=generator)
-        own, other = (torch.nn.Parameter(start.clone()) for _ in range(2))
-        muon = Optimizer("muon", {"fc.weight": own})
-        reference = torch.optim.Muon([other], lr=0.01, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-        for _ in range(3):
-            own.grad = torch.randn(shape, generator=generator)
-            other.grad = own.grad.clone()
-            muon.step(0.01)
-            reference.step()
-        assert torch.equal(own, other) == has_bfloat16
-        assert torch.allclose(own, other, atol=1e-3)
+def test_muon_is_refused_where_pytorch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    parameters = {"fc.weight": torch.nn.Parameter(torch.zeros(2, 2))}
+    Optimizer("adamw", parameters)
+    with pytest.raises(LeapaheadError, match=r"optimizer='muon' needs PyTorch 2\.9 or newer"):
+        Optimizer("muon", parameters)
 
 
 # --------------------------------------------------------------------------------------------- a resumed training

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from leapahead.core.errors import BadParameter
 from leapahead.training.batches import Order
-from leapahead.training.optimizer import Optimizer, has_bfloat16
+from leapahead.training.optimizer import Optimizer
 from leapahead.training.recipe import Found
 from leapahead.training.settings import RunSettings
 from leapahead.training.texts import Progress, Text
@@ -271,4 +271,8 @@ class Training:
 
 def autocast(device: torch.device) -> Any:
     """A context in which matrix products are computed in bfloat16, where the processor has it."""
-    return torch.autocast(device.type, torch.bfloat16) if has_bfloat16(device) else nullcontext()
+    if device.type == "cuda":
+        has = torch.cuda.is_bf16_supported()
+    else:
+        has = device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.autocast(device.type, torch.bfloat16) if has else nullcontext()

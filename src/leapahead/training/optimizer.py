@@ -9,17 +9,16 @@ A step of Muon is scaled such that it changes a matrix about as much as a step o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from leapahead.core.errors import BadParameter
 from leapahead.training.settings import MUON
 
 BETAS, MOMENTUM, WEIGHT_DECAY = (0.9, 0.95), 0.95, 0.01
-COEFFICIENTS, ITERATIONS = (3.4445, -4.775, 2.0315), 5  # of the polynomial that makes a matrix orthogonal
 FUSED = {"cpu", "cuda"}  # devices for which PyTorch has AdamW as one kernel
 # In the names of matrices with a row for every token, which are no hidden ones.
 OF_TOKENS = ("embed", "lm_head", "codebook")
@@ -31,6 +30,9 @@ class Optimizer:
     Args:
         name: one of `leapahead.training.settings.OPTIMIZERS`.
         parameters: what is trained, by name.
+
+    Raises:
+        BadParameter: this version of PyTorch has no such optimizer.
     """
 
     def __init__(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -41,7 +43,7 @@ class Optimizer:
         every = list(parameters.values())
         self._parts: list[tuple[list[int], Any]] = []
         if places[True]:
-            self._parts.append((places[True], Muon([every[place] for place in places[True]])))
+            self._parts.append((places[True], _muon([every[place] for place in places[True]])))
         if places[False]:
             others = [every[place] for place in places[False]]
             self._parts.append((places[False], _adamw(others)))
@@ -80,43 +82,9 @@ def _adamw(others: list[nn.Parameter]) -> Any:
     return torch.optim.AdamW(others, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=is_fused or None)
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon for matrices: `torch.optim.Muon`, except that processors without bfloat16 compute in float32.
-
-    On these, products in bfloat16 take many times as long.
-    """
-
-    def __init__(self, matrices: list[nn.Parameter]) -> None:
-        super().__init__(matrices, {"lr": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Changes the matrices by their gradients; `closure` is not read."""
-        for group in self.param_groups:
-            for matrix in (each for each in group["params"] if each.grad is not None):
-                momentum = self.state[matrix].setdefault("momentum_buffer", torch.zeros_like(matrix))
-                momentum.lerp_(matrix.grad, 1 - MOMENTUM)
-                change = _orthogonal(matrix.grad.lerp(momentum, MOMENTUM))
-                matrix.mul_(1 - group["lr"] * WEIGHT_DECAY)
-                matrix.add_(change, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape)))
-
-
-def _orthogonal(matrix: Tensor) -> Tensor:
-    """Approximately U V^T, where U S V^T is the singular value decomposition, by five steps of Newton and Schulz."""
-    found = matrix.bfloat16() if has_bfloat16(matrix.device) else matrix
-    if is_tall := matrix.shape[0] > matrix.shape[1]:
-        found = found.T
-    found = found / found.norm().clamp(min=1e-7)
-    linear, cubic, quintic = COEFFICIENTS
-    for _ in range(ITERATIONS):
-        gram = found @ found.T
-        gram = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)
-        found = torch.addmm(found, gram, found, beta=linear)
-    return found.T if is_tall else found
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device computes matrix products in bfloat16 faster than in float32."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
-    return device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def _muon(matrices: list[nn.Parameter]) -> Any:
+    if not hasattr(torch.optim, "Muon"):
+        raise BadParameter(
+            f"optimizer='muon' needs PyTorch 2.9 or newer, and this is {torch.__version__}; give optimizer='adamw'"
+        )
+    return torch.optim.Muon(matrices, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
