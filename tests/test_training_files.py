@@ -97,6 +97,14 @@ def test_prompts_that_are_none(content: str, message: str, tmp_path: Path) -> No
         tasks.read_file(tmp_path / "some.jsonl")
 
 
+def test_prompts_that_leave_no_room_are_left_out_with_a_word(tmp_path: Path) -> None:
+    (tmp_path / "some.txt").write_text("short\n" + "long " * 40 + "\nshort, too\n")
+    with LLM() as llm:
+        most = llm.target.info.context_length - 20
+        with pytest.warns(UserWarning, match=rf"1 of 3 prompts of .*some\.txt are left out.*max_new_tokens={most}"):
+            assert len(texts.prompts(llm, Wish(tmp_path / "some.txt", most))) == 2
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
 def test_prompts_from_a_pipe(tmp_path: Path) -> None:
     """As the shell gives them for `--prompts <(head -5 many.txt)`."""

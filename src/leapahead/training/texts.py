@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -84,7 +85,15 @@ def prompts(llm: LLM, wish: Wish) -> list[list[int]]:
     """
     task = tasks.read_file(wish.data, wish.limit)
     loaded = Loaded(llm.target, llm.tokenizer, llm.eos_token_ids)
-    found = list({tuple(tokens): None for tokens in tasks.encoded(task, loaded, wish.max_new_tokens)})
+    fitting = tasks.encoded(task, loaded, wish.max_new_tokens)
+    found = list({tuple(tokens): None for tokens in fitting})
+    if found and (left_out := len(task.prompts) - len(fitting)):
+        warnings.warn(
+            f"{left_out} of {len(task.prompts)} prompts of {wish.data} are left out, since they leave no room for "
+            f"max_new_tokens={wish.max_new_tokens} in the context of {llm.target.info.name}",
+            UserWarning,
+            stacklevel=2,
+        )
     if not found:
         raise BadParameter(
             f"{wish.data} holds no prompt that leaves room for max_new_tokens={wish.max_new_tokens} in the context of "
