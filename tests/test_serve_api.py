@@ -15,7 +15,7 @@ from leapahead import LLM
 from leapahead.serve.logprobs import places
 from leapahead.serve.replies import CompletionChoice, CompletionReply
 from leapahead.serve.streaming import TextEvent
-from tests.serving import Running, serving, toy_llm
+from tests.serving import Running, serving
 
 PROMPT = "def add(a, b):\n"
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]
@@ -402,16 +402,6 @@ def test_predicted_outputs(client: openai.OpenAI, llm: LLM) -> None:
     assert wrong.usage.completion_tokens_details.rejected_prediction_tokens >= 0
     plain = answer(client, max_tokens=4)
     assert not hasattr(plain, "leapahead")
-
-
-def test_a_prediction_of_which_the_drafter_makes_no_use_is_ignored() -> None:
-    """The client does not choose the drafter."""
-    with serving(toy_llm(drafter="suffix")) as running:
-        body = {"prompt": "a", "max_tokens": 5, "temperature": 0}
-        found = running.post("/v1/completions", {**body, "prediction": {"type": "content", "content": "b"}})
-        assert found.status_code == 200, found.text
-        assert found.json()["choices"] == running.post("/v1/completions", body).json()["choices"]
-        assert found.json()["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 0
 
 
 def test_what_drafting_did_at_the_end_of_a_stream(client: openai.OpenAI) -> None:

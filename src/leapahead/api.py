@@ -72,7 +72,7 @@ class LLM:
         tokenizer: its tokenizer; None where there is none.
         eos_token_ids: the ids that end a text.
         inputs: turns prompts and options into token ids and parameters, and compiles grammars.
-        drafter, drafter_name: the default drafter, and its name.
+        drafter_name: name of the default drafter.
         engine: the engine that decodes.
         drafter_cache: what drafters keep between texts; None where nothing is kept.
 
@@ -124,8 +124,8 @@ class LLM:
         self.engine = Engine(self.target, tokenizer=self.tokenizer, max_batch=max_batch, prefill_chunk=prefill_chunk)
         if draft is not None:
             self._networks["draft"] = given(draft, **backend)
-        self.drafter = self.engine.drafter(drafter, **options, **self._networks)
-        self.drafter_name = self.drafter.name
+        self._drafter = self.engine.drafter(drafter, **options, **self._networks)
+        self.drafter_name = self._drafter.name
         self.inputs = Inputs(self.target.info, self.tokenizer, self.eos_token_ids)
         if self.drafter_cache is not None:
             name = partial(cache_sections.vocabulary, self.tokenizer, self.target.info.vocab_size)
@@ -253,7 +253,7 @@ class LLM:
     ) -> list[tuple[Request, list[SamplingParams]]]:
         """What `generate` submits to the engine: a request for each prompt, with the parameters of its samples."""
         check_names(options)
-        drafter = self.drafter
+        drafter = self._drafter
         if "drafter" in options or "drafter_options" in options:
             chosen, given = options.get("drafter", self._chosen), drafter_options(options)
             kind = registry.load(chosen) if isinstance(chosen, str) else chosen

@@ -59,7 +59,7 @@ def prepared(service: Service, body: ChatRequest, owner: str) -> tuple[Job, Read
         ApiError: it cannot be answered.
     """
     settings, texts, formats = service.settings, service.texts, service.formats
-    found = parameters.options(body, settings, texts.llm)
+    found = parameters.options(body, settings, texts.info.vocab_size)
     found["logprobs"] = parameters.chat_logprobs(body, settings, texts.info.vocab_size)
     scored = parameters.prompt_logprobs(body, settings, texts.info.vocab_size)
     available, choice = formats.available(body)

@@ -33,7 +33,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
 
 def _prepare(service: Service, body: CompletionRequest, owner: str) -> tuple[Job, Answer]:
     settings, info = service.settings, service.texts.info
-    found = parameters.options(body, settings, service.texts.llm)
+    found = parameters.options(body, settings, info.vocab_size)
     found["logprobs"] = parameters.completion_logprobs(body, settings)
     found["grammar"] = service.formats.form(body)
     prompts = service.texts.prompts(body.prompt, body.add_special_tokens, body.truncate_prompt_tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from leapahead.api import LLM
 from leapahead.inputs import Options
 from leapahead.serve.errors import ApiError
 from leapahead.serve.messages import joined
@@ -14,11 +13,8 @@ from leapahead.serve.settings import Settings
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 
-def options(body: Generation, settings: Settings, llm: LLM) -> Options:
+def options(body: Generation, settings: Settings, vocab_size: int) -> Options:
     """What completions and chats have in common, without the length.
-
-    A prediction is left out where the drafter makes no use of one: clients do not choose the drafter, and no prediction
-    changes a text.
 
     Raises:
         ApiError: more than the server's limits allow, or a token outside the vocabulary.
@@ -43,9 +39,8 @@ def options(body: Generation, settings: Settings, llm: LLM) -> Options:
         found["seed"] = body.seed
     if body.bad_words:
         found["bad_words"] = list(body.bad_words)
-    if body.prediction is not None and llm.drafter.takes_prediction:
+    if body.prediction is not None:
         found["prediction"] = joined(body.prediction.content, "")
-    vocab_size = llm.target.info.vocab_size
     for name, tokens in (("logit_bias", found["logit_bias"]), ("stop_token_ids", found["stop_token_ids"])):
         if outside := [token for token in tokens if token >= vocab_size]:
             raise ApiError(
