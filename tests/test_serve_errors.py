@@ -103,6 +103,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt": "a", "leapahead": {"deadline_seconds": 0.05}}, "leapahead.deadline_seconds", ""),
     (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "Letters"),
     (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content"}}, "prediction.content", "missing"),
+    (COMPLETIONS, {"prompt": "a", "prediction": {"type": "content", "content": "b"}}, "prediction", "suffix"),
     (CHAT, {}, "messages", "missing"),
     (CHAT, {"messages": None}, "messages", ""),
     (CHAT, {"messages": "string"}, "messages", ""),
