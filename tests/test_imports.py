@@ -205,6 +205,7 @@ def test_importing_leapahead_brings_in_no_backend() -> None:
     code = (
         "import sys, leapahead, leapahead.drafters, leapahead.models.toy\n"
         "[leapahead.drafters.load(name) for name in leapahead.drafters.BUILT_IN]\n"
+        "from leapahead import *; import inspect; inspect.getmembers(leapahead)\n"
         f"print(*sorted({BACKENDS!r} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

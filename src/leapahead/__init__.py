@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from leapahead.engine.request import Handle, Request
     from leapahead.engine.scheduler import Engine
     from leapahead.grammar import Grammar
-    from leapahead.integrations import hf
+    from leapahead.integrations import hf as hf
     from leapahead.models.base import Capture
     from leapahead.planner.draft import Proposal, SequenceView, Step
     from leapahead.results import Piece, Result
@@ -80,8 +80,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenTree",
     "TreeBuilder",
-    "hf",
-]
+]  # without hf, since `import *` would import torch, and fail where it is not installed
 
 
 _MODULES = {  # of each name
