@@ -6,6 +6,8 @@ import copy
 import json
 import os
 import shutil
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
@@ -483,3 +485,10 @@ def test_loading_is_quiet_and_restores_the_settings(
         assert logging.is_progress_bar_enabled()
     finally:
         logging.set_verbosity(verbosity)
+
+
+@pytest.mark.slow
+def test_python_without_docstrings_is_named_as_the_reason(tiny_folder: Path) -> None:
+    code = f"import leapahead; leapahead.LLM({str(tiny_folder)!r})"
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, check=False)
+    assert "run Python with -O instead of -OO" in done.stderr.splitlines()[-1]

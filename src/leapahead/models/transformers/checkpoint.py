@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import warnings
 from pathlib import Path
 from traceback import walk_tb
@@ -158,6 +159,8 @@ def failure(source: str, error: Exception, own_code: bool) -> BadParameter:
     what, text = f"the model {source!r} cannot be loaded", first_line(error)
     if "trust_remote_code" in str(error) and not own_code:
         return BadParameter(f"{what}: it comes with Python code; read it, and allow it with trust_remote_code=True")
+    if sys.flags.optimize > 1 and _passed(error, "transformers.utils.auto_docstring"):
+        return BadParameter(f"{what}, since Transformers needs docstrings: run Python with -O instead of -OO")
     if isinstance(error, SafetensorError):
         return BadParameter(f"{_broken_in(source)} is broken ({text}): download or save it again")
     if _passed(error, "torch.serialization") and (file := _broken_bin(source)) is not None:
