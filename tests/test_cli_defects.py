@@ -22,7 +22,7 @@ from helpers import mostly_slow
 
 from leapahead import LLM, BadLogits, interrupts, layer_search
 from leapahead import drafters as registry
-from leapahead.cli import main, screen
+from leapahead.cli import main, screen, text_input
 from leapahead.cli.generate import open_llm
 from leapahead.cli.typed import HomePath
 from leapahead.core import parameters
@@ -67,6 +67,10 @@ def test_lookahead_everywhere(leapahead: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------- bytes that are not text
+
+
+def test_text_of_utf_8_is_read_where_the_locale_is_ascii() -> None:
+    assert text_input.utf8("h\udcc3\udca9llo", "the prompt") == "h\u00e9llo"
 
 
 @pytest.mark.parametrize(

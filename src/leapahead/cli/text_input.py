@@ -21,10 +21,9 @@ def utf8_only(_: click.Context, parameter: click.Parameter, value: Any) -> Any:
         BadParameter: a text was not UTF-8.
     """
     what = parameter.opts[-1] if isinstance(parameter, click.Option) else "the prompt"
-    for text in value if isinstance(value, tuple) else (value,):
-        if text is not None:
-            utf8(text, what)
-    return value
+    if isinstance(value, tuple):
+        return tuple(utf8(text, what) for text in value)
+    return None if value is None else utf8(value, what)
 
 
 def prompt_text(prompt: str | None, file: Path | None) -> str:
@@ -70,14 +69,16 @@ def standard_input() -> str:
 def utf8(text: str, what: str) -> str:
     """The text, as Python decodes it from arguments and standard input, refused if its bytes were not UTF-8.
 
+    Where the locale is ASCII, Python decodes every byte of another character to a lone surrogate.
+
     Raises:
         BadParameter: bytes that are not UTF-8, which Python has decoded to lone surrogates.
     """
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        byte = ord(text[error.start]) - 0xDC00
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError:
+        place = next(index for index, character in enumerate(text) if "\ud800" <= character <= "\udfff")
+        byte = ord(text[place]) - 0xDC00
         raise BadParameter(
-            f"{what} is not UTF-8 text: byte 0x{byte & 0xFF:02x} at character {error.start}; convert it to UTF-8 first"
+            f"{what} is not UTF-8 text: byte 0x{byte & 0xFF:02x} at character {place}; convert it to UTF-8 first"
         ) from None
-    return text
