@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from leapahead import __version__
+from leapahead import __version__, native
 from leapahead.cli.bench import bench
 from leapahead.cli.cache import cache
 from leapahead.cli.chat import chat
@@ -27,7 +27,10 @@ from leapahead.cli.tune import tune
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="leapahead")
+@click.version_option(
+    __version__ if native.available else f"{__version__}, without its compiled module: drafting is slower",
+    prog_name="leapahead",
+)
 def main() -> None:
     """Decode language models with several tokens per forward pass, and exactly the text of one token at a time."""
 
