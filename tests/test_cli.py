@@ -461,3 +461,9 @@ def test_errors_name_options() -> None:
         assert name_options(message, parameters) == shown
     for name in ("bench", "check", "tune"):
         assert name_options("max_batch=300", commands()[name].params) == "--batch=300"
+
+
+def test_the_version_says_where_the_compiled_module_is_missing() -> None:
+    code = "import sys; sys.modules['leapahead._native'] = None; from leapahead.cli import main; main(['--version'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, "without its compiled module" in done.stdout) == (0, True)
