@@ -217,7 +217,7 @@ class Workload:
             assert handle.done
             assert handle.tokens == plain.tokens[: len(handle.tokens)]
             if handle.error is not None:
-                assert isinstance(handle.error, cut or type(plain.error))
+                assert isinstance(handle.error, (cut or Broken, type(plain.error)))
             elif handle.finish_reason != "cancelled":
                 ends = [(len(each.tokens), each.finish_reason, each.stop_reason) for each in (handle, plain)]
                 assert ends[0] == ends[1]
@@ -308,6 +308,7 @@ def test_an_interrupt_at_any_moment_changes_no_other_text(seed: int) -> None:
 
     counting.during(lambda: decode(first))
     workload.check(first)
+    interrupts = 0
     for _ in range(8):
         first.handles, interrupt = [], Interrupt(workload.rng.randrange(1, counting.moments))
         workload.submit(beside)
@@ -317,8 +318,9 @@ def test_an_interrupt_at_any_moment_changes_no_other_text(seed: int) -> None:
         decode(later)
         while workload.engine.lengths():  # an interrupted submit may have left a request that nobody waits for
             workload.engine.step()
-        assert interrupt.moments >= interrupt.at
+        interrupts += interrupt.moments >= interrupt.at  # a later run may take fewer steps
         assert not workload.target.open_sessions
         for job in (first, beside) if first.handles else (beside,):
             workload.check(job, cut=LeapaheadError)
         workload.check(later)
+    assert interrupts > 3
