@@ -93,7 +93,8 @@ def test_the_events_of_a_stream_make_the_response(client: openai.OpenAI) -> None
 
 def test_a_stream_ends_with_its_last_event(running: Running) -> None:
     """Unlike that of chats, which a mark ends."""
-    text = running.post(PATH, {"input": QUESTION, "max_output_tokens": 2, "stream": True}).text
+    asked = {"input": QUESTION, "max_output_tokens": 2, "stream": True, "client_metadata": {"session": "a"}}
+    text = running.post(PATH, asked).text
     names = re.findall("^event: (.*)$", text, flags=re.MULTILINE)
     assert [json.loads(line)["type"] for line in re.findall("^data: (.*)$", text, flags=re.MULTILINE)] == names
     assert text.endswith("\n\n")

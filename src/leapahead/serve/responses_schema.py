@@ -289,7 +289,7 @@ class ResponsesRequest(Decoding):
             "reasoning.encrypted_content" nothing, since reasoning is reported as it is.
         top_logprobs: log-probabilities, with so many likeliest alternatives.
         chat_template_kwargs: further variables of the chat template, such as enable_thinking.
-        stream_options: accepted where it asks for nothing.
+        stream_options, client_metadata: accepted, and not used.
         store, background: false only, since the server keeps no responses.
         truncation: "disabled" only: a conversation that is too long is refused.
         leapahead: an object with the server's own parameters, `stats` and `deadline_seconds`.
@@ -315,6 +315,7 @@ class ResponsesRequest(Decoding):
     store: Annotated[Literal[False], BOOLEAN] | None = None
     background: Annotated[Literal[False], BOOLEAN] | None = None
     truncation: Literal["disabled"] | None = None
+    client_metadata: dict[str, Any] | None = None
     leapahead: Reporting | None = None
 
     def chat(self) -> ChatRequest:
