@@ -108,8 +108,13 @@ class RefusalPart(Strict):
         return self.refusal
 
 
+def type_of(value: Any) -> Any:
+    """The member `type` of a JSON object, read already or not; None where there is none."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
 def _part(value: Any) -> str:
-    given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    given = type_of(value)
     return "<refusal>" if given == "refusal" else "<text>"
 
 

@@ -27,6 +27,7 @@ from leapahead.serve.messages import (
     Strict,
     Text,
     either,
+    type_of,
 )
 from leapahead.serve.schema import (
     ChatRequest,
@@ -65,7 +66,7 @@ class OutputTextPart(Strict):
 
 
 def _part(value: Any) -> str:
-    given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    given = type_of(value)
     return f"<{given}>" if given in ("output_text", "refusal") else "<input_text>"
 
 
@@ -170,7 +171,7 @@ class ResultItem(Strict):
 
 
 def _sort(value: Any) -> str:
-    given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    given = type_of(value)
     return f"<{given}>" if given in ITEMS else "<message>"
 
 
@@ -211,8 +212,7 @@ class AllowedFunctionTools(Strict):
 
 
 def _choice(value: Any) -> str:
-    given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "<mode>" if isinstance(value, str) else "<allowed>" if given == "allowed_tools" else "<named>"
+    return "<mode>" if isinstance(value, str) else "<allowed>" if type_of(value) == "allowed_tools" else "<named>"
 
 
 Choice = Annotated[
@@ -230,7 +230,7 @@ class SchemaFormat(JsonSchema):
 
 
 def _form(value: Any) -> str:
-    given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    given = type_of(value)
     return f"<{given}>" if given in ("json_object", "json_schema") else "<text>"
 
 
