@@ -9,7 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from leapahead.models import loading
+import leapahead
+
+SOURCE = Path(leapahead.__file__).parent / "assets" / "tiny"  # also while a test has another bundled model
 
 
 @cache
@@ -48,7 +50,7 @@ def llama(kind: str = "f32", seed: int = 0, **config: Any) -> Path:
             torch.manual_seed(seed)
             LlamaForCausalLM(LlamaConfig(**values)).save_pretrained(source)
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-            shutil.copy(Path(loading.bundled()) / name, source / name)
+            shutil.copy(SOURCE / name, source / name)
     return export_gguf(source, folder() / f"{source.name}-{kind}.gguf", kind, force=True).path
 
 
@@ -57,7 +59,7 @@ def bundled(kind: str) -> Path:
     """The bundled model as a GGUF file of type `kind`."""
     from leapahead.integrations.gguf import export_gguf
 
-    return export_gguf(loading.bundled(), folder() / f"bundled-{kind}.gguf", kind, force=True).path
+    return export_gguf(str(SOURCE), folder() / f"bundled-{kind}.gguf", kind, force=True).path
 
 
 def rewritten(

@@ -29,6 +29,7 @@ genai = pytest.importorskip("openvino_genai")
 pytest.importorskip("openvino_tokenizers")
 pytest.importorskip("nncf")
 graph_module = pytest.importorskip("leapahead.models.openvino.graph")
+CORE = pytest.importorskip("leapahead.models.openvino.runtime").CORE
 paged_attention_transformation = pytest.importorskip("openvino._offline_transformations").paged_attention_transformation
 
 PROMPT = "def add(a, b):\n    return"
@@ -69,13 +70,13 @@ def folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 @pytest.fixture
 def converted(monkeypatch: pytest.MonkeyPatch, folders: Any) -> None:
     """Conversions give the graph of `folders` at once."""
-    graph = ov.Core().read_model(folders("f32").path / "openvino_model.xml")
+    graph = CORE.read_model(folders("f32").path / "openvino_model.xml")
     monkeypatch.setattr(graph_module, "convert", lambda model: graph.clone())
 
 
 def logits(folder: Path, tokens: Any, chunks: tuple[int, ...]) -> Any:
     """float32 [batch, n, vocabulary]; read in chunks, by OpenVINO in float32."""
-    request = ov.Core().compile_model(folder / "openvino_model.xml", "CPU", EXACT).create_infer_request()
+    request = CORE.compile_model(folder / "openvino_model.xml", "CPU", EXACT).create_infer_request()
     found, begin = [], 0
     for chunk in chunks:
         end = begin + chunk
@@ -95,7 +96,7 @@ def paged_logits(graph: Any, tokens: Any, chunks: tuple[int, ...]) -> Any:
     """The same of one sequence, tokens [n], by OpenVINO's paged attention."""
     paged = graph.clone()
     paged_attention_transformation(paged, allow_qq_bias=True)
-    compiled = ov.Core().compile_model(paged, "CPU", EXACT)
+    compiled = CORE.compile_model(paged, "CPU", EXACT)
     request = compiled.create_infer_request()
     block = 32
     blocks = -(-len(tokens) // block)
@@ -168,7 +169,7 @@ def test_bf16_weights_are_the_checkpoints_bit_for_bit(tiny_folder: Path, tiny_mo
     parameters = {name: each.detach() for name, each in model.named_parameters()}
     expected = sum(each.nbytes for each in parameters.values())
     assert expected <= written.size < expected + 4000
-    graph = ov.Core().read_model(written.path / "openvino_model.xml")
+    graph = CORE.read_model(written.path / "openvino_model.xml")
     kept = {
         node.data.view(np.int16).tobytes()
         for node in graph.get_ops()
@@ -179,7 +180,7 @@ def test_bf16_weights_are_the_checkpoints_bit_for_bit(tiny_folder: Path, tiny_mo
 
 
 def test_the_context_length_is_in_the_graph(folders: Any) -> None:
-    graph = ov.Core().read_model(folders("f32").path / "openvino_model.xml")
+    graph = CORE.read_model(folders("f32").path / "openvino_model.xml")
     assert graph.get_rt_info(["leapahead", "context_length"]).astype(str) == "512"
     assert graph.get_rt_info(["leapahead", "weights"]).astype(str) == "f32"
 
@@ -204,7 +205,7 @@ def test_quantised_weights(weights: str, bits: int, tmp_path: Path) -> None:
     text = greedy(written.path)
     assert text.isascii()
     assert len(text) > 10
-    graph = ov.Core().read_model(written.path / "openvino_model.xml")
+    graph = CORE.read_model(written.path / "openvino_model.xml")
     assert graph_module.lacks_paged_attention(graph) == ""
     assert graph.get_rt_info(CONTEXT_LENGTH).astype(str) == "2048"
 

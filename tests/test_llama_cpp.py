@@ -906,6 +906,8 @@ def test_prompts_are_checked(target: LlamaCppTarget) -> None:
 def test_the_log_goes_to_our_logger_and_not_to_the_screen(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    load()  # makes the file, with a progress bar of Transformers
+    capfd.readouterr()
     with caplog.at_level(logging.INFO, "leapahead.llama_cpp"):
         load()
     assert any("llama" in record.getMessage() for record in caplog.records)
@@ -913,7 +915,6 @@ def test_the_log_goes_to_our_logger_and_not_to_the_screen(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.slow
 def test_a_signal_during_a_load_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It arrives while llama.cpp writes to its log: ctypes drops what is raised there."""
     with monkeypatch.context() as patched:
@@ -924,7 +925,6 @@ def test_a_signal_during_a_load_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> 
     load()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "context"])
 def test_what_was_loaded_before_an_interrupt_is_freed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, free = {

@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
+import openvino as ov
 import pytest
 import torch
 from helpers import GREEDY
@@ -38,6 +42,7 @@ from leapahead.models.openvino.export import export
 from leapahead.models.openvino.model import OpenVinoTarget
 from leapahead.models.openvino.options import OpenVinoOptions
 from leapahead.models.openvino.paged import PagedModel
+from leapahead.models.openvino.runtime import CORE
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60,
@@ -49,7 +54,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "initializer_range": 0.4,
 }
-HAS_BF16 = "BF16" in compiled.ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+HAS_BF16 = "BF16" in CORE.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 Reference = Callable[[list[int]], np.ndarray[Any, np.dtype[np.float32]]]
 
 
@@ -251,8 +256,8 @@ def test_captures(target: OpenVinoTarget, llama: Any, reference: Reference) -> N
 
 
 def test_one_thread_with_amx_is_refused_in_bfloat16(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "uses_amx", lambda core: True)
-    monkeypatch.setattr(compiled, "_check_able", lambda core, asked: None)
+    monkeypatch.setattr(compiled, "uses_amx", lambda: True)
+    monkeypatch.setattr(compiled, "_check_able", lambda asked: None)
     with pytest.raises(
         Refused, match="bf16 for one thread on a processor with AMX; use n_threads=2 or precision='f32'"
     ):
@@ -262,13 +267,13 @@ def test_one_thread_with_amx_is_refused_in_bfloat16(exported: Path, monkeypatch:
 
 def test_a_precision_that_the_processor_lacks_is_refused(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO takes another one without telling, and the first forward failed."""
-    read = compiled.ov.CompiledModel.get_property
+    read = ov.CompiledModel.get_property
 
     def without_f16(model: Any, name: str) -> Any:
-        return compiled.ov.Type.bf16 if name == "INFERENCE_PRECISION_HINT" else read(model, name)
+        return ov.Type.bf16 if name == "INFERENCE_PRECISION_HINT" else read(model, name)
 
-    monkeypatch.setattr(compiled.ov.CompiledModel, "get_property", without_f16)
-    monkeypatch.setattr(compiled, "_check_able", lambda core, asked: None)
+    monkeypatch.setattr(ov.CompiledModel, "get_property", without_f16)
+    monkeypatch.setattr(compiled, "_check_able", lambda asked: None)
     with pytest.raises(Refused, match=r"^precision='f16' is not possible on this processor; use f32 or bf16$"):
         folder.load(exported, OpenVinoOptions(precision="f16"))
 
@@ -666,3 +671,33 @@ def test_greedy_is_greedy(target: OpenVinoTarget, reference: Reference) -> None:
     assert choice == int(reference(text(9))[-1].argmax())
     assert session.sampler.params == GREEDY
     session.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there OpenVINO sets stacks for signal handlers")
+@pytest.mark.parametrize("freed", ["by another thread", "in the order of creation"])
+def test_an_interrupt_after_a_model_was_freed(exported: Path, freed: str) -> None:
+    """It ended the process with a segmentation fault; see `runtime`."""
+    code = f"""
+        import gc, signal, threading
+        from pathlib import Path
+        from leapahead.models.openvino import folder
+        from leapahead.models.openvino.options import OpenVinoOptions
+        models = [folder.load(Path({str(exported)!r}), OpenVinoOptions(n_threads=1)) for _ in range(3)]
+        def free():
+            while models:
+                models.pop(0)
+                gc.collect()
+        if {freed == "by another thread"}:
+            thread = threading.Thread(target=free)
+            thread.start()
+            thread.join()
+        else:
+            free()
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    command = [sys.executable, "-c", dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["interrupted"]), done.stderr

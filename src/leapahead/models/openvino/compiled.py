@@ -16,13 +16,13 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import openvino as ov
 from openvino import opset13
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line
 from leapahead.core.processor import described
 from leapahead.core.tree import BoolArray
 from leapahead.models.openvino.options import OpenVinoOptions
+from leapahead.models.openvino.runtime import CORE
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
@@ -90,14 +90,13 @@ class CompiledModel(ABC):
 
     def __init__(self, file: Path, options: OpenVinoOptions) -> None:
         self.file = file
-        core = ov.Core()
-        graph = read_model(core, file)
+        graph = read_model(file)
         tells = graph.has_rt_info(CONTEXT_LENGTH)
         self.context_length = int(graph.get_rt_info(CONTEXT_LENGTH).astype(str)) if tells else 0
         self.weights, count = weight_type(graph)
         self.prepare(graph)
-        kind = options.precision or ("f32" if self.weights == "f32" else _usual_precision(core))
-        _check_able(core, kind)
+        kind = options.precision or ("f32" if self.weights == "f32" else _usual_precision())
+        _check_able(kind)
         _choose_rows(graph, file, self.token_axis, kind)
         cache = options.cache_type or kind
         settings: dict[str, Any] = {
@@ -107,14 +106,14 @@ class CompiledModel(ABC):
         }
         if options.n_threads is not None:
             settings["INFERENCE_NUM_THREADS"] = options.n_threads
-        if kind == BF16 and (options.n_threads or os.cpu_count()) == 1 and uses_amx(core):
+        if kind == BF16 and (options.n_threads or os.cpu_count()) == 1 and uses_amx():
             raise Refused(
                 f"{str(file)!r} cannot be loaded: OpenVINO ends the process when it compiles bf16 for one thread on a "
                 "processor with AMX; use n_threads=2 or precision='f32', or set the "
                 "environment variable ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
             )
         try:
-            self.copies: list[Any] = [core.compile_model(graph, "CPU", settings) for _ in range(self.count(options))]
+            self.copies: list[Any] = [CORE.compile_model(graph, "CPU", settings) for _ in range(self.count(options))]
         except RuntimeError as error:
             remedy = "export it as f32" if kind == "f32" else "use precision='f32'"
             if cache != kind:
@@ -218,7 +217,7 @@ def run(request: Any) -> None:
         request.wait()
 
 
-def read_model(core: Any, file: Path) -> Any:
+def read_model(file: Path) -> Any:
     """An exported model.
 
     Raises:
@@ -227,7 +226,7 @@ def read_model(core: Any, file: Path) -> Any:
     if not file.is_file():
         raise BadParameter(f"there is no OpenVINO model {str(file)!r}; name the folder that holds openvino_model.xml")
     try:
-        return core.read_model(file)
+        return CORE.read_model(file)
     except RuntimeError as error:
         raise BadParameter(
             f"the OpenVINO model {str(file)!r} cannot be read: {cause(error)}; export it again"
@@ -269,14 +268,14 @@ def _named(model: Any, name: str) -> bool:
     return any(name in output.get_names() for output in model.outputs)
 
 
-def _usual_precision(core: Any) -> str:
+def _usual_precision() -> str:
     """What OpenVINO computes with on this processor by default."""
-    return str(core.get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name())
+    return str(CORE.get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name())
 
 
-def _check_able(core: Any, asked: str) -> None:
+def _check_able(asked: str) -> None:
     """Refuses a precision that the processor lacks, before anything is compiled."""
-    able = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    able = CORE.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     if asked != "f32" and CAPABILITIES[asked] not in able:
         others = " or ".join(["f32", *(name for name, listed in CAPABILITIES.items() if listed in able)])
         raise Refused(f"precision={asked!r} is not possible on this processor; use {others}")
@@ -290,10 +289,10 @@ def _check_precision(compiled: Any, asked: str) -> None:
         raise Refused(f"precision={asked!r} is not possible on this processor; use {others}")
 
 
-def uses_amx(core: Any) -> bool:
+def uses_amx() -> bool:
     """Whether OpenVINO computes with AMX. Where ONEDNN_MAX_CPU_ISA forbids it, FP16 is no capability either."""
     _, extensions = described()
-    return "amx_bf16" in extensions and "FP16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return "amx_bf16" in extensions and "FP16" in CORE.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def cause(error: BaseException) -> str:

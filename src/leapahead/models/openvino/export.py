@@ -237,14 +237,15 @@ def _save(graph: Any, file: Path) -> None:
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> str:
     """Writes the tokenizer as two graphs; returns why it was not, or ""."""
-    import openvino
     from openvino_tokenizers import convert_tokenizer
+
+    from leapahead.models.openvino.runtime import core_for_tokenizers
 
     if tokenizer is None:
         return "the model has none"
     try:
         graphs = convert_tokenizer(tokenizer, with_detokenizer=True)
-        split = openvino.Core().compile_model(graphs[0], "CPU")
+        split = core_for_tokenizers().compile_model(graphs[0], "CPU")
         for text in TEXTS:
             if split([text])["input_ids"][0].tolist() != list(tokenizer(text).input_ids):
                 return "OpenVINO would tokenize differently"

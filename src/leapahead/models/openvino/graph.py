@@ -31,6 +31,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from leapahead.core.errors import Refused
 from leapahead.models.openvino.compiled import CONTEXT_LENGTH, STATEFUL, cause
 from leapahead.models.openvino.paged import give_paged_attention, has_windows
+from leapahead.models.openvino.runtime import CORE
 from leapahead.models.transformers import families
 from leapahead.models.transformers.arguments import cache_name
 from leapahead.models.transformers.families import Pattern
@@ -282,7 +283,7 @@ def _compare(model: Any, graph: Any) -> None:
 
 def _logits(graph: Any, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """float32 [1, n, vocabulary]; of tokens [1, n], read in chunks."""
-    request = ov.Core().compile_model(graph, "CPU", EXACT).create_infer_request()
+    request = CORE.compile_model(graph, "CPU", EXACT).create_infer_request()
     found, begin = [], 0
     for chunk in CHUNKS:
         end = begin + chunk
