@@ -12,6 +12,8 @@ from leapahead.api import LLM
 from leapahead.check import distinct
 from leapahead.core.stats import Stats
 from leapahead.models.base import KeepsPrefixes
+from leapahead.results import Result
+from research.kept import Kept
 
 # A compared configuration: (name in the table, drafter, options)
 Compared = tuple[str, str, dict[str, Any]]
@@ -57,67 +59,79 @@ def acceptance(
     max_new_tokens: int = 128,
     ignore_eos: tuple[bool, ...] = (False,),
     configurations: list[Compared] = CONFIGURATIONS,
+    kept: Kept | None = None,
 ) -> list[dict[str, Any]]:
     """One row per task x temperature x EOS rule x configuration.
+
+    Args:
+        kept: rows of an earlier run, which are not measured again.
 
     Returns:
         Rows with task, temperature, ignore_eos, name, prompts, tokens, steps, acceptance_length, nodes_per_step,
         by_depth (see the function), distinct_4 (mean over prompts) and different (texts that differ from plain
         decoding's); of draft models also draft_forwards, per step, by the names of their sources.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
+    kept = kept or Kept()
     runs = [(t, temp, ignore) for t in tasks for temp in temperatures for ignore in ignore_eos]
     with Progress() as progress:
         bar = progress.add_task("acceptance", total=len(runs) * len(configurations))
         for task, temperature, ignore in runs:
             plain: list[tuple[int, ...]] = []
-            for name, drafter, options in configurations:
-                if temperature == 0 and "seed_aware" in options:
+            given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": 1, "ignore_eos": ignore}
+            for compared in configurations:
+                if temperature == 0 and "seed_aware" in compared[2]:
                     progress.advance(bar)
                     continue
-                progress.update(bar, description=f"{task}, temperature {temperature:g}: {name}")
-                if isinstance(llm.target, KeepsPrefixes):
-                    llm.target.forget()  # rows of a reused prefix are not captured
-                # A new LLM for each, and so a drafter cache of its own, which never sees a prompt twice.
-                with_drafter = LLM(llm.target, tokenizer=llm.tokenizer, drafter=drafter, max_batch=1, **options)
-                results = [
-                    with_drafter.generate(
-                        prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=1, ignore_eos=ignore
-                    )
-                    for prompt in tasks[task]
-                ]
-                texts = [tuple(result.tokens) for result in results]
-                plain = plain or texts
-                stats = sum((result.stats for result in results), Stats())
-                forwards = Counter[str]()
-                for result in results:
-                    figures = result.stats.drafter.items()
-                    forwards.update(
-                        {
-                            name: each["forwards"]
-                            for name, each in figures
-                            if isinstance(each, dict) and "forwards" in each
-                        }
-                    )
-                rows.append(
-                    {
-                        "task": task,
-                        "temperature": temperature,
-                        "ignore_eos": ignore,
-                        "name": name,
-                        "prompts": len(texts),
-                        "tokens": stats.committed,
-                        "steps": stats.steps,
-                        "acceptance_length": round(stats.acceptance_length, 3),
-                        "nodes_per_step": round(stats.nodes_per_step, 1),
-                        "by_depth": by_depth(stats),
-                        "distinct_4": round(distinct(texts), 3),
-                        "different": sum(a != b for a, b in zip(texts, plain, strict=True)),
-                    }
-                    | ({"draft_forwards": {name: round(n / stats.steps, 2) for name, n in forwards.items()}})
-                )
+                progress.update(bar, description=f"{task}, temperature {temperature:g}: {compared[0]}")
+                key = f"{task}, {temperature:g}, {ignore}, {compared[0]}"
+                found = kept.get(key)
+                if found is None:
+                    if not plain and compared != configurations[0]:  # its row was kept, not its texts
+                        plain = _texts(_decoded(llm, tasks[task], configurations[0], given))
+                    results = _decoded(llm, tasks[task], compared, given)
+                    plain = plain or _texts(results)
+                    named = {"task": task, "temperature": temperature, "ignore_eos": ignore, "name": compared[0]}
+                    found = [named | _row(results, plain)]
+                    kept.add(key, found)
+                rows += found
                 progress.advance(bar)
     return rows
+
+
+def _decoded(llm: LLM, prompts: list[str], compared: Compared, options: dict[str, Any]) -> list[Result]:
+    _, drafter, drafter_options = compared
+    if isinstance(llm.target, KeepsPrefixes):
+        llm.target.forget()  # rows of a reused prefix are not captured
+    # A new LLM for each, and so a drafter cache of its own, which never sees a prompt twice.
+    with_drafter = LLM(llm.target, tokenizer=llm.tokenizer, drafter=drafter, max_batch=1, **drafter_options)
+    return [with_drafter.generate(prompt, **options) for prompt in prompts]
+
+
+def _texts(results: list[Result]) -> list[tuple[int, ...]]:
+    return [tuple(result.tokens) for result in results]
+
+
+def _row(results: list[Result], plain: list[tuple[int, ...]]) -> dict[str, Any]:
+    texts = _texts(results)
+    stats = sum((result.stats for result in results), Stats())
+    forwards = Counter[str]()
+    for result in results:
+        figures = result.stats.drafter.items()
+        forwards.update(
+            {name: each["forwards"] for name, each in figures if isinstance(each, dict) and "forwards" in each}
+        )
+    return {
+        "prompts": len(texts),
+        "tokens": stats.committed,
+        "steps": stats.steps,
+        "acceptance_length": round(stats.acceptance_length, 3),
+        "nodes_per_step": round(stats.nodes_per_step, 1),
+        "by_depth": by_depth(stats),
+        "distinct_4": round(distinct(texts), 3),
+        "different": sum(a != b for a, b in zip(texts, plain, strict=True)),
+        "draft_forwards": {name: round(n / stats.steps, 2) for name, n in forwards.items()},
+    }
 
 
 def by_depth(stats: Stats) -> list[float]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from rich.console import Console
 
 from leapahead.api import LLM
-from leapahead.check import check
+from leapahead.check import DrafterReport, Report, check
 from leapahead.core.sampling import SamplingParams
+from research.kept import Kept
 
 # Draft models, beside the drafters that need none: name in the table -> drafter and options.
+USUAL = "all drafters that need none"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "draft_model, chains of 4": ("draft_model", {"draft": "bundled", "nodes": 4, "depth": 4, "chain": True}),
     "draft_model, trees of 16": ("draft_model", {"draft": "bundled", "nodes": 16, "depth": 4}),
@@ -23,46 +25,49 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def exactness(llm: LLM, prompts: dict[str, list[str]], console: Console) -> list[dict[str, Any]]:
-    """Every drafter against plain decoding, at temperature 0 and 1, in batches of 1 and 4, up to 128 tokens a text."""
+def exactness(
+    llm: LLM, prompts: dict[str, list[str]], console: Console, kept: Kept | None = None
+) -> list[dict[str, Any]]:
+    """Every drafter against plain decoding, at temperature 0 and 1, in batches of 1 and 4, up to 128 tokens a text.
+
+    Args:
+        kept: rows of an earlier run, which are not measured again.
+    """
     texts = [text for each in prompts.values() for text in each]
-    rows = []
-    for temperature in (0.0, 1.0):
-        for batch in (1, 4):
-            with console.status(f"check: temperature {temperature:g}, batch {batch}"):
-                report = check(
-                    llm.target,
-                    llm.tokenizer,
-                    texts,
-                    sampling=SamplingParams(temperature=temperature),
-                    eos_token_ids=llm.eos_token_ids,
-                    batch=batch,
-                )
-                for name, (drafter, options) in VARIANTS.items():
-                    one = check(
+    variants: dict[str, tuple[str | None, dict[str, Any]]] = {USUAL: (None, {}), **VARIANTS}
+    rows: list[dict[str, Any]] = []
+    kept = kept or Kept()
+    for temperature, batch in product((0.0, 1.0), (1, 4)):
+        for name, (drafter, options) in variants.items():
+            key = f"temperature {temperature:g}, batch {batch}, {name}"
+            found = kept.get(key)
+            if found is None:
+                with console.status(f"check: {key}"):
+                    report = check(
                         llm.target,
                         llm.tokenizer,
                         texts,
-                        [drafter],
+                        None if drafter is None else [drafter],
                         options=options,
                         sampling=SamplingParams(temperature=temperature),
                         eos_token_ids=llm.eos_token_ids,
                         batch=batch,
                     )
-                    report.drafters.append(replace(one.drafters[0], name=name))
-            for row in report.drafters:
-                rows.append(
-                    {
-                        "temperature": temperature,
-                        "batch": batch,
-                        "drafter": row.name,
-                        "prompts": report.prompts,
-                        "tokens": row.tokens,
-                        "mismatches": len(row.mismatches),
-                        "ties": len(row.ties),
-                        "largest_tie_gap": row.largest_tie,
-                        "acceptance_length": round(row.stats.acceptance_length, 3),
-                        "distinct_4": round(report.distinct_4_grams, 3),
-                    }
-                )
+                common = {"temperature": temperature, "batch": batch}
+                found = [common | _row(report, each, name if drafter else each.name) for each in report.drafters]
+                kept.add(key, found)
+            rows += found
     return rows
+
+
+def _row(report: Report, row: DrafterReport, name: str) -> dict[str, Any]:
+    return {
+        "drafter": name,
+        "prompts": report.prompts,
+        "tokens": row.tokens,
+        "mismatches": len(row.mismatches),
+        "ties": len(row.ties),
+        "largest_tie_gap": row.largest_tie,
+        "acceptance_length": round(row.stats.acceptance_length, 3),
+        "distinct_4": round(report.distinct_4_grams, 3),
+    }

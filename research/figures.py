@@ -32,6 +32,7 @@ from research.acceptance import HEADS, RULES, TEMPERATURES, acceptance
 from research.cascades import CASCADES
 from research.distilled import distilled, parallel, tuned, tuning
 from research.exactness import exactness
+from research.kept import Kept
 from research.overhead import cost_curve, overhead, target_135m
 from research.picture import picture
 from research.relaxed import relaxed
@@ -40,6 +41,7 @@ PARTS = (
     *("check", "acceptance", "rules", "heads", "head-kinds", "relaxed", "cascades", "overhead", "memory", "example"),
     *drawn.PARTS,
 )
+UNFINISHED = Path("build/figures")  # rows of parts that take hours
 TRAINED = ("distilled", "parallel", "cllm", "cllm-run")  # need models of `make train-draft` and other recipes
 
 
@@ -76,7 +78,7 @@ TRAINED = ("distilled", "parallel", "cllm", "cllm-run")  # need models of `make 
 def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit: int, folder: Path) -> None:
     """Measure the bundled model and the cost of a step, and write the figures with their conditions.
 
-    An interruption keeps the parts that are finished.
+    An interruption keeps the parts that are finished, and the rows of check and acceptance, in build/.
     """
     console = Console(stderr=True)
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {"conditions": {}}
@@ -103,8 +105,9 @@ def main(data: Path, out: Path, parts: tuple[str, ...], limit: int, check_limit:
                 found.update(values)
                 found["conditions"].update(conditions)
                 out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                (UNFINISHED / f"{part}.json").unlink(missing_ok=True)
     except KeyboardInterrupt:
-        console.print("interrupted; the finished parts are written")
+        console.print("interrupted; the finished parts are written, and the same command goes on")
         sys.exit(130)
 
 
@@ -131,7 +134,8 @@ def _measured(
             "check": f"bundled model, float32, {tasks.in_words(prompts)}, up to 128 new tokens, seed 0, "
             f"temperatures 0 and 1, each in batches of 1 and 4; {machine}."
         }
-        return {"check": exactness(llm, prompts, console)}, conditions
+        kept = Kept(UNFINISHED / "check.json", conditions[part])
+        return {part: exactness(llm, prompts, console, kept)}, conditions
     if part == "acceptance":
         prompts = _texts(data, limit)
         conditions = {
@@ -139,7 +143,8 @@ def _measured(
             "stopping at EOS, seed 1, one after another, with a drafter cache for each row of the table, prefill not "
             f"counted, every text equal to plain decoding's; {machine}."
         }
-        return {"acceptance": acceptance(llm, prompts)}, conditions
+        kept = Kept(UNFINISHED / "acceptance.json", conditions[part])
+        return {part: acceptance(llm, prompts, kept=kept)}, conditions
     if part == "rules":
         prompts = _texts(data, limit)
         conditions = {
