@@ -152,7 +152,7 @@ def serving(llm: LLM, limits: dict[str, Any] | None = None, **settings: Any) -> 
 def check(found: httpx.Response, status: int, param: str | None = None, words: str = "") -> None:
     """Checks an error object."""
     assert found.status_code == status, found.text
-    assert set(found.json()) == {"error"}
+    assert set(found.json()) == {"type", "error"}
     error = found.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["param"] == param, error

@@ -30,9 +30,14 @@ DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
 DEFINITIONS = ("$defs", "definitions")
 
 
-def json_part(schema: Mapping[str, Any]) -> str:
-    """A JSON schema as a part of a Lark grammar."""
-    given = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+def json_part(schema: Mapping[str, Any], strict: bool = True) -> str:
+    """A JSON schema as a part of a Lark grammar.
+
+    Args:
+        schema: of any value.
+        strict: see `Tool`.
+    """
+    given = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": not strict}}
     return f"%json {json.dumps(given, ensure_ascii=False, allow_nan=False)}"
 
 
@@ -59,22 +64,22 @@ def text_arguments(tool: Tool, rule: str) -> list[str]:
             raise BadParameter(
                 f"the tool {tool.name!r} has a parameter {name!r}, which this model's format cannot name"
             )
-        value, more = _value(properties.get(name, {}), schema, f"{rule}_{index}")
+        value, more = _value(properties.get(name, {}), schema, f"{rule}_{index}", tool.strict)
         parts.append(f"({literal(f'<parameter={name}>' + chr(10))} {value}){'' if name in required else '?'}")
         rules += more
     others = schema.get("additionalProperties", True)
     if not parts and others is not False:
-        value, rules = _value(others, schema, f"{rule}_any")
+        value, rules = _value(others, schema, f"{rule}_any", tool.strict)
         parts.append(f'("<parameter=" /[^>\\s]+/ ">\\n" {value})*')
     return [f"{rule}: {' '.join(parts) or literal('')}", *rules]
 
 
-def _value(schema: Any, root: Mapping[str, Any], rule: str) -> tuple[str, list[str]]:
+def _value(schema: Any, root: Mapping[str, Any], rule: str, strict: bool) -> tuple[str, list[str]]:
     """What stands behind the name of a parameter, its end included, and the rules for that."""
     schema = resolved(schema, root)
     found = kinds(schema, root)
     if found and "string" not in found:
-        return f"{_json(schema, root)} {END}", []
+        return f"{_json(schema, root, strict)} {END}", []
     alternatives, texts = [], []
     for each in branches(schema, root):
         if (values := listed(each)) is not None:
@@ -83,7 +88,7 @@ def _value(schema: Any, root: Mapping[str, Any], rule: str) -> tuple[str, list[s
         elif is_text(kinds(each, root)):
             texts.append(_text(each))
         else:
-            alternatives.append(f"{_json(each, root)} {END}")
+            alternatives.append(f"{_json(each, root, strict)} {END}")
     if _text({}) in texts:  # everything else is such a text as well
         texts, alternatives = [_text({})], []
     rules = [f"{rule}_{index}[lazy]: ({text}) {END}" for index, text in enumerate(texts)]
@@ -94,9 +99,9 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _json(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+def _json(schema: Mapping[str, Any], root: Mapping[str, Any], strict: bool) -> str:
     refers = '"$ref"' in json.dumps(schema)
-    return json_part({**{key: root[key] for key in DEFINITIONS if refers and key in root}, **schema})
+    return json_part({**{key: root[key] for key in DEFINITIONS if refers and key in root}, **schema}, strict)
 
 
 def _text(schema: Mapping[str, Any]) -> str:

@@ -129,7 +129,7 @@ def _call(tool: Tool, rule: str, format: ToolFormat, tokenizer: Tokenizer) -> li
     try:
         if format.style == "xml":
             return [f"{rule}: {before} {rule}_arguments {after}", *text_arguments(tool, f"{rule}_arguments")]
-        return [f"{rule}: {before} {json_part(tool.parameters)} {after}"]
+        return [f"{rule}: {before} {json_part(tool.parameters, tool.strict)} {after}"]
     except BadParameter:
         raise
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:

@@ -21,11 +21,14 @@ class Tool:
         name: at most 64 letters, digits, underscores and dashes.
         description: for the model.
         parameters: the JSON schema of its arguments; without one there are none, as OpenAI says.
+        strict: whether a schema with keywords that no grammar can enforce is refused. Else these do not hold, as
+            clients expect whose schemas are made from types (such as `propertyNames` of Zod's records).
     """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def _tool(index: int, given: Any) -> Tool:
         return Tool(name, description)
     if not isinstance(parameters, Mapping):
         raise BadParameter(f"{where}.function.parameters is not possible: it must be a JSON schema")
-    return Tool(name, description, parameters)
+    return Tool(name, description, parameters, function.get("strict") is True)
 
 
 def tool_choice(given: Any, available: Sequence[Tool]) -> ToolChoice:

@@ -20,7 +20,9 @@ from starlette.types import ASGIApp
 from leapahead import __version__
 from leapahead.api import LLM, AsyncLLM
 from leapahead.core.errors import LeapaheadError
-from leapahead.serve import bounds, chat, completions, errors, page, responses
+from leapahead.serve import anthropic, bounds, chat, completions, errors, page, responses
+from leapahead.serve.anthropic_replies import MessageReply, TokenCount
+from leapahead.serve.anthropic_schema import CountTokensRequest, MessagesRequest
 from leapahead.serve.errors import ApiError, ErrorReply
 from leapahead.serve.gate import Gate
 from leapahead.serve.keys import Keys
@@ -187,6 +189,11 @@ def generating(service: Service) -> APIRouter:
         """Answers a chat, in the form of OpenAI's Responses API. Nothing is kept."""
         return await responses.respond(service, request, body)
 
+    @router.post("/v1/messages", responses={200: {"model": MessageReply, "content": EVENTS}, **DECODING})
+    async def message(request: Request, body: MessagesRequest) -> Response:
+        """Answers a chat, in the form of Anthropic's Messages API."""
+        return await anthropic.respond(service, request, body)
+
     return router
 
 
@@ -255,6 +262,11 @@ def tokenizing(service: Service) -> APIRouter:
         return TokenizeReply(
             count=len(found), max_model_len=texts.info.context_length, tokens=found, token_strs=strings
         )
+
+    @router.post("/v1/messages/count_tokens", responses=WITH_BODY)
+    async def count_tokens(body: CountTokensRequest) -> TokenCount:
+        """The number of tokens of a chat, in the form of Anthropic's Messages API."""
+        return await anthropic.count(service, body)
 
     @router.post("/detokenize", responses=WITH_BODY)
     async def detokenize(body: DetokenizeRequest) -> DetokenizeReply:

@@ -30,7 +30,20 @@ MESSAGE = {name: NOT_HERE for name in ("function_call", "audio")}
 MESSAGES = ("GivenMessage", "AssistantMessage", "ToolMessage")
 OF_ANSWERS = ("tool_calls", "reasoning_content", "reasoning", "refusal", "parsed", "annotations")
 OF_OTHERS = {name: NOT_HERE for name in (*OF_ANSWERS, "tool_call_id")}
-PARTS = ("image_url", "input_audio", "video_url", "audio_url", "file", "image", "refusal", "input_image", "input_file")
+PARTS = (
+    "document",
+    "search_result",
+    "redacted_thinking",
+    "image_url",
+    "input_audio",
+    "video_url",
+    "audio_url",
+    "file",
+    "image",
+    "refusal",
+    "input_image",
+    "input_file",
+)
 REFUSED = {"CompletionRequest": GENERATION, "ChatRequest": GENERATION}
 REFUSED |= dict.fromkeys(MESSAGES, MESSAGE | OF_OTHERS)
 KEEPS_NOTHING = "is not possible: the server keeps no responses; send the whole conversation as input"
@@ -43,6 +56,13 @@ REFUSED["ResponsesRequest"] = {
         name: "is not supported by this path; use max_output_tokens" for name in ("max_tokens", "max_completion_tokens")
     },
     "reasoning_effort": "is not supported by this path; use reasoning={'effort': ...}",
+}
+REFUSED["MessagesRequest"] = {
+    **{name: NOT_HERE for name in ("container", "mcp_servers", "inference_geo", "speed", "n", "logprobs")},
+    "stop": "is not supported by this path; use stop_sequences",
+    "response_format": "is not supported by this path; use output_config={'format': ...}",
+    "max_completion_tokens": "is not supported by this path; use max_tokens",
+    "reasoning_effort": "is not supported by this path; use output_config={'effort': ...}",
 }
 KNOWN = {  # that the others lack
     "CompletionRequest": ("echo", "best_of"),
@@ -67,9 +87,11 @@ def given(kind: str, data: Any, required: Set[str]) -> Any:
     """
     if not isinstance(data, dict):
         return data
-    if kind in ("TextPart", "InputTextPart") and data.get("type") in PARTS:
+    if kind in ("TextPart", "InputTextPart", "TextBlock") and data.get("type") in PARTS:
         raise refusal("type", f"content of type {data['type']!r} {NOT_HERE}")
     if kind == "FunctionTool" and data.get("type", "function") != "function":
+        raise refusal("type", f"a tool of type {data['type']!r} is not possible; this server knows functions only")
+    if kind == "Tool" and (data.get("type") or "custom") != "custom":
         raise refusal("type", f"a tool of type {data['type']!r} is not possible; this server knows functions only")
     if kind == "ResponsesRequest" and data.get("store") is True:
         raise refusal("store", "store=true is not possible: the server keeps no responses; leave it out")

@@ -1,14 +1,18 @@
-"""Every failure of a request, as OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
+"""Every failure of a request, as OpenAI's error object: {"error": {"message", "type", "param", "code"}}.
+
+With {"type": "error"} beside it, it is Anthropic's as well.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from leapahead.core.errors import BadParameter, CacheFull, ContextOverflow, Refused
@@ -53,6 +57,7 @@ class ErrorDetail(BaseModel):
 class ErrorReply(BaseModel):
     """The body of every response that is an error."""
 
+    type: Literal["error"] = "error"
     error: ErrorDetail
 
 
@@ -134,6 +139,31 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
     reason = first["msg"].removeprefix("Value error, ")
     message = f"{param or 'the body'}={given} is not possible: {reason[:1].lower()}{reason[1:]}"
     return ApiError(400, message, param, "invalid_type" if kind.endswith("_type") else "invalid_value")
+
+
+@contextmanager
+def of_chat(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of a chat that a request of another path was turned into, with that path's names of the parameters.
+
+    Args:
+        names: of chats -> of that path.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        found = of_validation([{**each, "loc": ("body", *each["loc"])} for each in error.errors()])
+        raise _renamed(found, names) from error
+    except ApiError as error:
+        raise _renamed(error, names) from error
+
+
+def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    param, message = error.param, error.detail
+    for theirs, ours in names.items():
+        if param is not None and (param == theirs or param.startswith(f"{theirs}.")):
+            param = ours + param.removeprefix(theirs)
+        message = re.sub(rf"\b{theirs}\b", ours, message)
+    return ApiError(error.status_code, message, param, error.code, error.headers)
 
 
 def _param(loc: Sequence[int | str]) -> str | None:

@@ -83,6 +83,8 @@ class Gate:
         if not self._keys or scope["path"] in OPEN:
             return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
+        if not key and (key := headers.get("x-api-key", "")):  # of Anthropic's clients
+            scheme = "bearer"
         owner = self._keys.find(key.strip()) if scheme.lower() == "bearer" else None
         if owner is None:
             what = "a wrong API key" if key else "no API key"

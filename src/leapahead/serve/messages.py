@@ -257,7 +257,8 @@ class FunctionParam(Strict):
         name: at most 64 letters, digits, underscores and dashes.
         description: for the model.
         parameters: the JSON schema of its arguments.
-        strict: accepted for OpenAI's clients; calls that a grammar enforces have this schema in any case.
+        strict: whether a schema with keywords that no grammar can enforce is refused, instead of those being left out.
+            Calls that a grammar enforces have the schema in any case.
     """
 
     name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")]

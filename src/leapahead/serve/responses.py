@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,7 +26,7 @@ from leapahead.chat import Delta, ToolCallDelta
 from leapahead.engine.output import TokenLogprobs
 from leapahead.results import Piece, Result
 from leapahead.serve import chat, logprobs, streaming
-from leapahead.serve.errors import ApiError, of_validation
+from leapahead.serve.errors import of_chat
 from leapahead.serve.formats import Reading
 from leapahead.serve.prompts import Texts
 from leapahead.serve.replies import TokenLogprob, Usage
@@ -62,32 +61,17 @@ Item = OutputMessage | OutputReasoning | OutputCall
 
 async def respond(service: Service, request: Request, body: ResponsesRequest) -> Response:
     """Answers a request."""
-    try:
+    with of_chat(NAMES):
         given = body.chat()
-    except ValidationError as error:
-        raise _renamed(of_validation([{**each, "loc": ("body", *each["loc"])} for each in error.errors()])) from error
 
-    def prepare() -> tuple[Job, Answer]:
-        job, reading = chat.prepared(service, given, request.state.owner)
-        responder = Responder(service.texts, body, given, reading, job.options)
-        return job, Answer(
-            responder.whole, responder.opening, responder.chunk, responder.last, write=written, ending=""
-        )
+        def prepare() -> tuple[Job, Answer]:
+            job, reading = chat.prepared(service, given, request.state.owner)
+            responder = Responder(service.texts, body, given, reading, job.options)
+            return job, Answer(
+                responder.whole, responder.opening, responder.chunk, responder.last, write=written, ending=""
+            )
 
-    try:
         return await service.answer(request, given, "resp_", 1, prepare)
-    except ApiError as error:
-        raise _renamed(error) from error
-
-
-def _renamed(error: ApiError) -> ApiError:
-    """The error of a chat, with the names of this path."""
-    param, message = error.param, error.detail
-    for theirs, ours in NAMES.items():
-        if param is not None and (param == theirs or param.startswith(f"{theirs}.")):
-            param = ours + param.removeprefix(theirs)
-        message = message.replace(theirs, ours)
-    return ApiError(error.status_code, message, param, error.code, error.headers)
 
 
 def written(event: Event) -> str:

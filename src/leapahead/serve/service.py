@@ -45,6 +45,7 @@ class Answer:
         score: takes the log-probabilities of the prompts, where the job asks for them.
         write: a chunk as the stream has it.
         ending: what a stream ends with.
+        names_errors: whether an error within a stream is an event with the name "error".
     """
 
     whole: Callable[[Members, Sequence[Result]], BaseModel]
@@ -55,6 +56,7 @@ class Answer:
     score: Callable[[Sequence[Sequence[TokenLogprobs]]], None] | None = None
     write: Callable[[Any], str] = event
     ending: str = DONE
+    names_errors: bool = False
 
 
 class Service:
@@ -131,7 +133,9 @@ class Service:
             if self.settings.log_prompts:
                 log["texts"] = [""] * job.sequences
             events = self._events(first[0], pieces, job, answer, body, members, log.get("texts"))
-            return EventStream(events, resources.pop_all(), request.state.request_id, answer.ending)
+            return EventStream(
+                events, resources.pop_all(), request.state.request_id, answer.ending, answer.names_errors
+            )
 
     async def _events(
         self,

@@ -55,14 +55,21 @@ class EventStream(StreamingResponse):
         resources: released at the end.
         request_id: for the log.
         ending: what comes behind all events.
+        names_errors: see `Answer`.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[str, None], resources: AsyncExitStack, request_id: str, ending: str = DONE
+        self,
+        events: AsyncGenerator[str, None],
+        resources: AsyncExitStack,
+        request_id: str,
+        ending: str = DONE,
+        names_errors: bool = False,
     ) -> None:
         self._events, self._resources, self._request_id, self._ending = events, resources, request_id, ending
+        self._name_of_errors = "event: error\n" if names_errors else ""
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +89,7 @@ class EventStream(StreamingResponse):
         except Exception as error:
             known = of(error)
             log_fault(known, error, self._request_id)
-            event = f"data: {json.dumps(known.body())}\n\n"
+            event = f"{self._name_of_errors}data: {json.dumps(known.body())}\n\n"
             await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": self._ending.encode(), "more_body": False})
 
