@@ -16,7 +16,8 @@ from leapahead.serve import bounds
 from tests.serving import Letters, Running, SlowToy, serving
 
 PATHS = (
-    *("POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses", "POST /tokenize", "POST /detokenize"),
+    *("POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses", "POST /v1/messages"),
+    *("POST /v1/messages/count_tokens", "POST /tokenize", "POST /detokenize"),
     *("GET /v1/models", "GET /v1/models/{name}", "GET /health", "GET /metrics"),
     *("GET /version", "GET /load"),
 )
@@ -71,7 +72,7 @@ def test_every_path(operations: dict[str, Any], path: str, mode: GenerationMode)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", PATHS[:5])
+@pytest.mark.parametrize("path", PATHS[:7])
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
 def test_every_path_at_length(operations: dict[str, Any], path: str, mode: GenerationMode) -> None:
     check(operations[path], mode, 200)

@@ -18,6 +18,7 @@ from leapahead import drafters
 from leapahead.cli import main as program
 from leapahead.cli.command import EXIT_CODES, Command, Option
 from leapahead.cli.drafters import describe
+from leapahead.serve.anthropic_schema import MessagesRequest
 from leapahead.serve.responses_schema import ResponsesRequest
 from leapahead.serve.schema import ChatRequest, CompletionRequest, Decoding, Extension, Generation
 
@@ -173,11 +174,12 @@ def request_parameters(table: Table) -> str:
     """The parameters of the server's requests, from the models by which they are validated."""
     common, decoding = set(Generation.model_fields), set(Decoding.model_fields)
     kinds: list[tuple[str, type[BaseModel], set[str]]] = [
-        ("### Completions, chats and responses", Decoding, set()),
+        ("### Completions, chats, responses and messages", Decoding, set()),
         ("### Completions and chats", Generation, decoding),
         ("### Completions only", CompletionRequest, common),
         ("### Chats only", ChatRequest, common),
         ("### Responses only", ResponsesRequest, decoding),
+        ("### Messages only", MessagesRequest, decoding - {"metadata", "service_tier"}),
         ("### `leapahead`", Extension, set()),
     ]
     parts = []

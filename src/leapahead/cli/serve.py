@@ -258,7 +258,8 @@ def serve(
     shared_drafter_cache: bool,
     **values: Any,
 ) -> None:
-    """Serve MODEL by the API of OpenAI, at /v1/completions, /v1/chat/completions and /v1/responses.
+    """Serve MODEL by the API of OpenAI, at /v1/completions, /v1/chat/completions and /v1/responses, and by that of
+    Anthropic, at /v1/messages.
 
     The texts are those of plain decoding, whatever is drafted and however many are decoded together; with --exact, in
     half precision and quantised files too, whose rounding may exchange equally likely tokens otherwise. Requests can

@@ -54,12 +54,13 @@ async def respond(service: Service, request: Request, body: MessagesRequest) -> 
     """Answers a request."""
     with of_chat(NAMES):
         given = body.chat()
-        # Clients have to give a length, whatever the context. The answer ends with the latter.
-        given.max_tokens = min(body.max_tokens, service.texts.info.context_length)
+        # Clients have to give a length, whatever the server's is.
+        most = service.settings.limits.max_tokens or body.max_tokens
+        given.max_tokens = min(body.max_tokens, most, service.texts.info.context_length)
 
         def prepare() -> tuple[Job, Answer]:
             job, reading = chat.prepared(service, given, request.state.owner)
-            found = Responder(body, reading)
+            found = Responder(given.max_tokens, reading)
             return job, Answer(
                 found.whole, found.opening, found.chunk, found.last, write=written, ending="", names_errors=True
             )
@@ -86,12 +87,12 @@ class Responder:
     """Makes the response, or the events, of one request.
 
     Args:
-        body: of the request.
-        reading: how its answer is read.
+        most: greatest length of the answer; None for what the context allows.
+        reading: how the answer is read.
     """
 
-    def __init__(self, body: MessagesRequest, reading: Reading) -> None:
-        self._most, self._parser = body.max_tokens, reading.parser()
+    def __init__(self, most: int | None, reading: Reading) -> None:
+        self._most, self._parser = most, reading.parser()
         self._blocks: list[Content] = []
         self._is_open = False  # whether the last block may get more
         self._arguments: dict[int, str] = {}  # JSON text by index of the block
@@ -140,7 +141,8 @@ class Responder:
     def _stop_reason(self) -> StopReason:
         assert self._result is not None, "the answer has ended"
         if self._result.finish_reason == "length":
-            return "max_tokens" if len(self._result.tokens) >= self._most else "model_context_window_exceeded"
+            at_most = self._most is not None and len(self._result.tokens) >= self._most
+            return "max_tokens" if at_most else "model_context_window_exceeded"
         if self._parser.called:
             return "tool_use"
         return "stop_sequence" if isinstance(self._result.stop_reason, str) else "end_turn"
