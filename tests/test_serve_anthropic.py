@@ -144,7 +144,7 @@ def test_what_a_conversation_is() -> None:
     body = MessagesRequest.model_validate(
         {
             "max_tokens": 3,
-            "system": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}],
+            "system": [{"type": "text", "text": each} for each in ("x-anthropic-billing-header: cch=1;", "A", "B")],
             "messages": [
                 {"role": "user", "content": [text, {"type": "text", "text": "Two."}]},
                 {"role": "system", "content": "C"},

@@ -15,6 +15,9 @@ from pydantic import Discriminator, Tag
 
 from leapahead.serve.messages import SEVERAL, Strict, Text, either, type_of
 
+# A block that Claude Code puts before its instructions. It is not for the model, and changes with every request, so that
+# nothing of an earlier chat could be kept.
+ACCOUNTING = "x-anthropic-billing-header:"
 CacheControl = dict[str, Any]  # marks what Anthropic's servers keep; here the beginnings of chats are kept in any case
 
 
@@ -154,6 +157,8 @@ Message = Annotated[
 
 def messages(system: str | Sequence[TextBlock] | None, given: Sequence[Message]) -> Iterator[dict[str, Any]]:
     """The messages of a chat. Each result of a tool is one, and so are the texts between them."""
+    if not isinstance(system, str):
+        system = [block for block in system or () if not block.text.startswith(ACCOUNTING)]
     if system:
         yield {"role": "system", "content": _joined(system)}
     for message in given:
