@@ -15,8 +15,8 @@ from pydantic import Discriminator, Tag
 
 from leapahead.serve.messages import SEVERAL, Strict, Text, either, type_of
 
-# A block that Claude Code puts before its instructions. It is not for the model, and changes with every request, so that
-# nothing of an earlier chat could be kept.
+# A block that Claude Code puts before its instructions. It is not for the model, and changes with every request, after
+# which nothing of an earlier chat could be reused.
 ACCOUNTING = "x-anthropic-billing-header:"
 CacheControl = dict[str, Any]  # marks what Anthropic's servers keep; here the beginnings of chats are kept in any case
 
