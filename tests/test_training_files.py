@@ -7,9 +7,11 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -459,11 +461,22 @@ def test_the_command_uses_the_texts_of_another_run(leapahead: Any, data: Path, t
     assert "prompts of `prompts.jsonl`" in (tmp_path / "two" / "head" / "README.md").read_text()
 
 
-def test_ctrl_c_says_how_to_go_on(leapahead: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupt_says_how_to_go_on(
+    leapahead: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+) -> None:
+    between_steps, asked = screen.interrupts_between_steps, count()
+
     @contextmanager
     def interrupts() -> Iterator[Callable[[], bool]]:
-        left = iter([False, False])
-        yield lambda: next(left, True)
+        with between_steps() as stop:
+
+            def stops() -> bool:
+                if next(asked) == 2:
+                    signal.raise_signal(sent)
+                return stop()
+
+            yield stops
 
     given = ("train-head", "--kind", "medusa", "--data", str(data), "--out", str(tmp_path / "run"), *FEW)
     with monkeypatch.context() as patch:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -209,7 +212,7 @@ def train(
     with screen.loading(model["model"]):
         llm = LLM(**model, max_batch=text_batch)
     try:
-        with openmp.watched(), screen.progress(name) as bar:
+        with sigterm_interrupts(), openmp.watched(), screen.progress(name) as bar:
             trained = run(llm, Watch(bar, bar.say, screen.interrupts_between_steps))
     except KeyboardInterrupt:
         screen.say(f"interrupted; the same command with --resume goes on with what {folder.path} holds")
@@ -218,6 +221,23 @@ def train(
         screen.say(f"interrupted after step {trained.state.step}; the same command with --resume goes on")
         raise Exit(INTERRUPTED)
     return trained
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Within the block SIGTERM, which the schedulers of clusters send before they end a job, does what Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):  # Ctrl-C is ignored, as in jobs that a shell has begun in the background
+            raise KeyboardInterrupt
+        handler(number, frame)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_decoding(settings: RunSettings) -> None:
