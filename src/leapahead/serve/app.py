@@ -151,8 +151,7 @@ def make(llm: LLM, settings: Settings) -> tuple[ASGIApp, Worker]:
 
     @app.get("/openapi.json", include_in_schema=False)
     async def schema() -> Response:
-        await asyncio.to_thread(lambda: service.formats.has_grammars)  # compiles the vocabulary, the first time
-        return JSONResponse(app.openapi())
+        return await asyncio.to_thread(lambda: JSONResponse(app.openapi()))  # compiles the vocabulary, the first time
 
     _handle_errors(app)
     gate: ASGIApp = Gate(app, keys, settings.limits)
