@@ -212,6 +212,15 @@ def test_importing_leapahead_brings_in_no_backend() -> None:
     assert (done.stdout.strip(), done.stderr, done.returncode) == ("", "", 0)
 
 
+def test_the_command_imports_next_to_nothing_before_it_handles_ctrl_c() -> None:
+    code = (
+        "import sys; before = {*sys.modules}\n"
+        "import leapahead.__main__; print(*sorted({*sys.modules} - before - {'__future__'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout.split(), done.stderr) == (["leapahead", "leapahead.__main__", "leapahead.interrupts"], "")
+
+
 def test_the_reader_of_imports_reads_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail: an import in a function, under TYPE_CHECKING, relative, or by name is seen."""
     file = tmp_path / "made_up.py"

@@ -11,8 +11,6 @@ imported by `LLM(...)`, when it loads a model.
 
 from __future__ import annotations
 
-from importlib import import_module
-
 TYPE_CHECKING = False  # typing's is the same, and importing that takes time, in which Ctrl-C would show a traceback
 if TYPE_CHECKING:
     from typing import Any
@@ -122,9 +120,10 @@ _MODULES = {  # of each name
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        globals()[name] = value = getattr(import_module(_MODULES[name]), name)
-        return value
+    if name not in _MODULES and name != "hf":
+        raise AttributeError(f"module 'leapahead' has no attribute {name!r}")
+    from importlib import import_module  # here for the same reason as above
+
     if name == "hf":  # imports torch
         from leapahead.core.errors import needing
         from leapahead.models.transformers import require_version
@@ -132,7 +131,8 @@ def __getattr__(name: str) -> Any:
         with needing("leapahead.hf", "transformers", "torch", "transformers"):
             require_version()
             return import_module("leapahead.integrations.hf")
-    raise AttributeError(f"module 'leapahead' has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(_MODULES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:
