@@ -7,6 +7,7 @@ so they run on a few. Drafts over recurrent states are in `test_llama_cpp_states
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ import pytest
 from helpers import GREEDY, AnyDrafter, Oracle, RandomTrees, Scattered, attached, run
 
 from leapahead import LLM, Engine, Request, drafters
-from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.errors import BadLogits, BadParameter, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import TokenTree
@@ -30,6 +31,7 @@ pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
 import llama_cpp as c
+from gguf import GGUFReader
 from gguf_architectures import ARCHITECTURES, BY_NAME, VOCABULARY, WINDOW, Maker, bert, bidirectional, wordless, written
 
 from leapahead.models.llama_cpp import model
@@ -93,6 +95,20 @@ def plain_texts(name: str, mode: str) -> list[list[int]]:
         target.forget()
         found.append(run(target, None, prompt, params=params, stop=STOP).tokens)
     return found
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen35"])
+def test_entries_of_nan_get_into_no_other_text(name: str, tmp_path: Path) -> None:
+    """Of a prompt with token 7, whose embedding is NaN, and which is never chosen."""
+    path = shutil.copy(BY_NAME[name].path(), tmp_path / "nan.gguf")
+    for tensor in GGUFReader(path, "r+").tensors:
+        if tensor.name in ("token_embd.weight", "output.weight"):
+            tensor.data[7] = 0 if tensor.name == "output.weight" else np.nan
+    target = model.load(path, LlamaCppOptions(n_ctx=256, n_threads=1))[0]
+    expected = run(target, None, PROMPTS[1], stop=STOP).tokens
+    with pytest.raises(BadLogits):
+        run(target, None, [*PROMPTS[1][:20], 7, *PROMPTS[2]], stop=STOP)
+    assert run(target, None, PROMPTS[1], stop=STOP).tokens == expected
 
 
 def own_text(path: Path, prompt: Sequence[int], length: int) -> list[int]:

@@ -16,12 +16,13 @@ import transformers
 from architectures import BY_NAME, SIZES, VOCABULARY, sharpen
 from helpers import GREEDY, Oracle, RandomTrees, Scattered, full_text, mostly_slow, run
 
-from leapahead import LLM
+from leapahead import LLM, Engine, Request
 from leapahead.core.errors import BadLogits, BadParameter, CacheFull, ContextOverflow, LeapaheadError, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
+from leapahead.engine.request import Handle
 from leapahead.models.base import (
     CHAIN,
     EMBEDDINGS,
@@ -650,6 +651,30 @@ def test_nan_is_one_sentence_and_only_where_it_is_read(model: Any, eager: bool) 
 
     with pytest.raises(BadLogits, match=r"position 25.*NaN"):
         run(target, RandomTrees(), prompt=PROMPT, params=SamplingParams(processors=(fails_late,)))
+
+
+def test_entries_of_nan_get_into_no_other_text() -> None:
+    """Of a prompt with token 7; neither by a row beside a longer one, nor by a beginning that is reused."""
+    model = BY_NAME["mistral"].build()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = torch.nan
+    target = TransformersTarget(model)
+    prompts = [[20, 9], [*range(20, 60), 3], [*range(20, 60), 7, *range(60, 80)]]
+    expected = [run(target, prompt=prompt).tokens for prompt in prompts[:2]]
+    target.forget()
+    engine = Engine(target)
+    stop = StopParams(max_new_tokens=len(expected[0]))
+
+    def submitted(prompt: list[int]) -> Handle:
+        return engine.submit(Request(prompt, engine.drafter("plain"), stop=stop))
+
+    first = submitted(prompts[1])
+    engine.step()
+    with pytest.raises(BadLogits):
+        engine.run([submitted(prompts[2])])
+    handles = [submitted(prompt) for prompt in prompts[:2]]
+    engine.run(handles)
+    assert [handle.tokens for handle in (*handles, first)] == [*expected, expected[1]]
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 
-from leapahead.core.errors import BadParameter, DraftError, LeapaheadError
+from leapahead.core.errors import BadLogits, BadParameter, DraftError, LeapaheadError
 from leapahead.core.relaxed import verify_relaxed
 from leapahead.core.sampling import checked
 from leapahead.core.stats import Stats
@@ -28,7 +28,7 @@ from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.engine.request import Handle
 from leapahead.engine.turn import of_request
-from leapahead.models.base import CHAIN, TREE, Capture, Cost, ReadsInSteps, Session, Target
+from leapahead.models.base import CHAIN, TREE, Capture, Cost, KeepsPrefixes, ReadsInSteps, Session, Target
 from leapahead.models.choices import Choices, PromptRows
 from leapahead.models.embeddings import AddsEmbeddings
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
@@ -199,8 +199,7 @@ class Running:
         clock.charge("observe", self.stats, choose=choices.seconds_since())
         if request.on_step is not None:
             request.on_step(step)
-        stopper = self.stopper
-        return Output(verdict.tokens, verdict.accepted, stopper.finish_reason, stopper.stop_reason, logprobs)
+        return Output(verdict.tokens, verdict.accepted, self.stopper.finish_reason, self.stopper.stop_reason, logprobs)
 
     def _verdict(self, proposal: Proposal, choices: Choices) -> Verdict:
         """By exact matching, unless the request has a relaxed rule or the drafter one of its own."""
@@ -260,6 +259,8 @@ class Running:
                 self.error = self.error or error
             finally:
                 self.session.close()
+                if isinstance(self.error, BadLogits) and isinstance(self.target, KeepsPrefixes):
+                    self.target.forget()  # entries that are NaN; even a masked one makes NaN of another text
 
 
 def step(

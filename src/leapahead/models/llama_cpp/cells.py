@@ -46,6 +46,7 @@ class Cells:
         self.open: list[Track] = []
         self.whole = 1
         self._most_open = 1  # at once
+        self._clears = False  # when no track is open
         self._idle: list[tuple[Track, list[int]]] = []  # with their tokens, least recently used first
         self._free = list(range(context.n_seq_max))
         self._track = StateTrack if context.model.stateful else Track
@@ -164,6 +165,8 @@ class Cells:
             self._put_back(track, list(tokens[: track.length]))
         else:
             self._discard(track)
+        if self._clears and not self.open:
+            self.forget()
 
     def reset(self, track: Track) -> None:
         """Empties an open track whose state is lost."""
@@ -177,10 +180,16 @@ class Cells:
             self.reset(track)
 
     def forget(self) -> None:
-        """Discards all idle tracks and kept texts."""
+        """Discards all idle tracks and kept texts, and clears the memory, at the latest when no track is open.
+
+        What remained there, such as NaN, could get into later texts, although it is masked.
+        """
         self.texts.forget()
         while self._idle:
             self._discard(self._idle.pop(0)[0])
+        self._clears = bool(self.open)
+        if not self._clears:
+            self.context.clear()
 
     def make_room(self, need: int, what: str, reserved: int = 0) -> None:
         """Discards idle tracks for `need` cells more.

@@ -211,8 +211,7 @@ class Context:
             f"flash_attn {options.flash_attn} n_gpu_layers {options.n_gpu_layers}"
             f"{'' if options.use_extra_bufts else ' not repacked'} build {build()}"
         )
-        self.seconds = 0.0
-        self._gives_hidden = False
+        self.seconds, self._gives_hidden = 0.0, False
         self._make_batch(4 * self.n_batch)
 
     def _make_batch(self, n_ids: int) -> None:
@@ -251,10 +250,8 @@ class Context:
         Raises:
             LeapaheadError: it failed; the cache may hold some of the tokens.
         """
-        n = len(tokens)
-        counts = list(map(len, ids))
-        total = sum(counts)
-        if total > len(self._ids):
+        n, counts = len(tokens), list(map(len, ids))
+        if (total := sum(counts)) > len(self._ids):
             self._make_batch(2 * total)
         starts = accumulate(counts[:-1], initial=0)
         self._tokens[:n], self._positions[:n], self._counts[:n] = list(tokens), list(positions), list(counts)
@@ -266,8 +263,7 @@ class Context:
             c.llama_set_embeddings(self.pointer, hidden)
             self._gives_hidden = hidden
         began = perf_counter()
-        code = c.llama_decode(self.pointer, self._batch)
-        if code != 0:
+        if (code := c.llama_decode(self.pointer, self._batch)) != 0:
             kind = CacheFull if code == 1 else LeapaheadError
             raise kind(f"llama.cpp could not decode a batch of {n} tokens (code {code}): {log.reason()}")
         rows = n if hidden else sum(wanted)
@@ -283,6 +279,10 @@ class Context:
     def remove(self, sequence: int, start: int = 0) -> bool:
         """Takes the sequence out of its cells from position `start` on; False where the model cannot forget."""
         return bool(c.llama_memory_seq_rm(self.memory, sequence, start, -1))
+
+    def clear(self) -> None:
+        """Empties the cache, and sets its memory to zero."""
+        c.llama_memory_clear(self.memory, True)
 
     def copy(self, source: int, goal: int, start: int = 0, end: int = -1) -> None:
         """Lets the cells of `source` at positions [start, end), by default all, belong to `goal` as well.

@@ -121,8 +121,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def __init__(self, usual_length: int = UNLIMITED, block: int = 1) -> None:
         Cache.__init__(self, layer_class_to_replicate=partial(Layer, self))
-        self.limit = UNLIMITED
-        self.usual_length, self.block = usual_length, block
+        self.limit, self.usual_length, self.block = UNLIMITED, usual_length, block
         self.rows: list[Row] = []
         self.forget()
 
@@ -137,17 +136,18 @@ class KVCache(Cache):  # type: ignore[misc]
         self.groups: list[Planes] = []
         self._place: dict[tuple[int, int], tuple[Planes, int]] = {}  # (layer, 0 key or 1 value) -> plane
         self._stacked = 0  # planes
-        self._first_row = 0  # of the current forward
-        self._end = 0  # slots that it reads
+        self._first_row = self._end = 0  # of the current forward, and the end of the slots that it reads
         self._lengths: list[int] = [0]  # of its rows, computed nodes included
         self._new, self._packed = [0], False  # nodes of its rows, and whether they come as one sequence
         self._views: dict[Planes, Views] = {}
 
     def clear(self) -> None:
-        """Drops the entries of closed sessions. The memory stays."""
+        """Drops the entries of closed sessions, which may be NaN. The memory stays, with zeros, see `Planes.resize`."""
         for row in self.rows:
             if not row.busy:
                 row.tokens, row.length, row.top_k = [], 0, None
+                for group in self.groups:
+                    group.entries[:, row.index, :, : row.extent] = 0
 
     @property
     def bytes_per_token(self) -> int:
