@@ -16,7 +16,7 @@ from leapahead.drafters.auto import Auto
 from leapahead.drafters.draft_model import DraftModelDrafter
 from leapahead.drafters.draft_models import DraftModel
 from leapahead.drafters.draft_runner import CHUNK, LONGEST_CHAIN, DraftRunner
-from leapahead.models.base import Target
+from leapahead.models.base import ALL, HIDDEN, TREE, Target
 from leapahead.models.choices import Choices
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.acceptance import AcceptanceTable
@@ -197,6 +197,20 @@ def test_one_vocabulary_may_be_the_beginning_of_the_other(params: SamplingParams
     done = assert_same_text(target, DraftModelDrafter(draft, nodes=6, depth=2), params=params)
     stopped = done.stats.drafter["draft"].get("stopped", "")
     assert not stopped or ("outside the vocabulary of 9" in stopped and max(done.tokens) >= 9)
+    assert done.stats.accepted > 0
+
+
+@pytest.mark.parametrize("options", [{"nodes": 4}, {"nodes": 12, "depth": 3}, {}], ids=str)
+def test_a_draft_model_that_takes_no_trees_is_given_one_path(options: dict[str, Any]) -> None:
+    """Such as a recurrent one, for a target that takes trees."""
+
+    class OnePath(Blurred):
+        def step(self, sessions: Any, trees: Any, *args: Any, **more: Any) -> Any:
+            assert all(tree.is_chain for tree in trees)
+            return super().step(sessions, trees, *args, **more)
+
+    target, draft = ToyTarget(), OnePath(capabilities=ALL - {HIDDEN, TREE})
+    done = assert_same_text(target, DraftModelDrafter(timed(draft), **options), latency=FixedLatency(target, FLAT))
     assert done.stats.accepted > 0
 
 

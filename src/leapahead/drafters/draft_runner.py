@@ -32,7 +32,7 @@ from leapahead.core.errors import LeapaheadError
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.core.verify import Verdict
-from leapahead.models.base import Cost, Session, SharesCache, Target
+from leapahead.models.base import TREE, Cost, Session, SharesCache, Target
 from leapahead.models.choices import Choices
 from leapahead.models.decoder import DecoderInput
 from leapahead.models.encoder_decoder import opened
@@ -228,7 +228,8 @@ class DraftRunner:
         if self.failed:
             return False
         depth = info.context_length - len(session.tokens) - 1
-        self._tree = TreeBuilder(session.tokens[-1], Budget(self.target.max_nodes - 1, depth, self.target.max_leaves))
+        leaves = self.target.max_leaves if TREE in info.capabilities else 1
+        self._tree = TreeBuilder(session.tokens[-1], Budget(self.target.max_nodes - 1, depth, leaves))
         self._at = ([0, *self._tree.add_path(self.tokens[self._known(session) :])])[-1]
         self._paths = [None] * self._at + [()]
         self._computed, self._length = 0, len(self.tokens)
