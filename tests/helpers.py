@@ -6,9 +6,12 @@ The one question of most tests is `assert_same_text`: does a drafter give, token
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,6 +53,19 @@ def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
         )
         for value in values
     ]
+
+
+def is_freed(make: Callable[[], Any], attribute: str) -> bool:
+    """Whether that of an object goes with the object, so that no cycle keeps it until Python looks for those."""
+    make()  # the imports of the first one may leave frames behind that refer to it
+    gc.disable()
+    try:
+        owner = make()
+        kept = weakref.ref(attrgetter(attribute)(owner))
+        del owner
+        return kept() is None
+    finally:
+        gc.enable()
 
 
 def close_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from helpers import mostly_slow
+from helpers import is_freed, mostly_slow
 
 import leapahead
 from leapahead import (
@@ -610,6 +610,19 @@ def test_closing_releases_what_is_kept_of_earlier_prompts(tiny_folder: Path) -> 
         llm.generate([5, 6, 7, 8], max_new_tokens=3)
         assert llm.generate([5, 6, 7, 8], max_new_tokens=3).stats.reused_tokens > 0
     assert LLM(target, drafter="plain").generate([5, 6, 7, 8], max_new_tokens=3).stats.reused_tokens == 0
+
+
+@pytest.mark.filterwarnings("ignore:the draft model .* takes")
+@pytest.mark.parametrize("attribute", ["target.model", "target.executor.cache", "engine"])
+def test_a_model_is_freed_with_its_llm(tiny_folder: Path, attribute: str) -> None:
+    """The weights of several were kept, whether it was closed or not."""
+
+    def used() -> LLM:
+        llm = LLM(str(tiny_folder), draft="self:first=1")
+        llm.generate("ab", max_new_tokens=4)
+        return llm
+
+    assert is_freed(used, attribute)
 
 
 def test_an_llm_is_not_pickled() -> None:

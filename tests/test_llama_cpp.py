@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from helpers import GREEDY, Oracle, RandomTrees, Scattered, attached, full_text, run
+from helpers import GREEDY, Oracle, RandomTrees, Scattered, attached, full_text, is_freed, run
 
 from leapahead import LLM, Engine, Request, ties
 from leapahead.bench.prompts import BUNDLED
@@ -1028,3 +1028,14 @@ def test_a_tie_is_judged_where_two_such_sequences_do_not_fit() -> None:
     quick = ties.measure(loaded.target, prompt, [7, 8], (3, 4), SamplingParams(), 1, thorough=False)
     assert quick.gap == pytest.approx(found.gap, abs=0.2)
     loaded.target.open(prompt, SamplingParams()).close()  # nothing was left open
+
+
+def test_a_model_is_freed_with_its_llm() -> None:
+    """Not closed, so that texts are kept for prompts to come."""
+
+    def used() -> LLM:
+        llm = LLM(str(gguf_models.llama()), n_threads=1)
+        llm.generate([3, 4, 5], max_new_tokens=4)
+        return llm
+
+    assert is_freed(used, "target.model")

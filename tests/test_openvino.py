@@ -19,7 +19,7 @@ import numpy as np
 import openvino as ov
 import pytest
 import torch
-from helpers import GREEDY
+from helpers import GREEDY, is_freed
 from test_exact import differing, prompts_of
 from transformers import (
     Gemma3ForCausalLM,
@@ -671,6 +671,15 @@ def test_greedy_is_greedy(target: OpenVinoTarget, reference: Reference) -> None:
     assert choice == int(reference(text(9))[-1].argmax())
     assert session.sampler.params == GREEDY
     session.close()
+
+
+def test_a_model_is_freed_with_its_llm(exported: Path) -> None:
+    def used() -> LLM:
+        llm = LLM(str(exported), n_threads=1)
+        llm.generate(text(8), max_new_tokens=4)
+        return llm
+
+    assert is_freed(used, "target.model")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there OpenVINO sets stacks for signal handlers")

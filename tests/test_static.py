@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import BY_NAME
-from helpers import GREEDY, PROMPT, AnyDrafter, Oracle, RandomTrees, Scattered, run
+from helpers import GREEDY, PROMPT, AnyDrafter, Oracle, RandomTrees, Scattered, is_freed, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from static_parts import FakeCuda, recorded
@@ -569,6 +569,11 @@ def test_nothing_is_captured_on_the_cpu(mode: str) -> None:
 
 @pytest.mark.slow
 def test_calls_in_place_of_graphs(usual: TransformersTarget) -> None:
-    target = TransformersTarget(BY_NAME["llama"].build(), static=Calls())
     plain = run(usual, prompt=PROMPT).tokens
-    assert run(target, Scattered([*PROMPT, *plain]), PROMPT).tokens == plain
+
+    def used() -> TransformersTarget:
+        target = TransformersTarget(BY_NAME["llama"].build(), static=Calls())
+        assert run(target, Scattered([*PROMPT, *plain]), PROMPT).tokens == plain
+        return target
+
+    assert is_freed(used, "executor")

@@ -71,8 +71,9 @@ class Engine:
         self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
         self.latency = latency or LatencyProfiles(target.info)
         self.acceptance = acceptance or acceptance_table()
-        self._batch_size = 0  # of the step under way
-        host = Host(target.info, self.latency, self.acceptance, tokenizer, target, running=lambda: self._batch_size)
+        self._size = [0]  # of the batch under way; what refers to the engine itself would keep the model in a cycle
+        running = partial(self._size.__getitem__, 0)
+        host = Host(target.info, self.latency, self.acceptance, tokenizer, target, running=running)
         self._drafters, self._queue = AttachedDrafters(target, host), deque[Handle]()
         self._samples: dict[Handle, list[Handle]] = {}  # first of several samples of a prompt -> the others
         self._prompt_rows: dict[Handle, list[PromptRows]] = {}  # captured for those others
@@ -249,7 +250,7 @@ class Engine:
             self._active = [each for each in self._active if each not in batch] + batch
         if not batch and not reads:
             return []
-        self._batch_size = max(len(batch), 1)
+        self._size[0] = max(len(batch), 1)
         try:
             return step(self.target, [*batch, *reads], self.latency.clock, reads)
         except BaseException as error:  # of the forward: it concerns the whole batch

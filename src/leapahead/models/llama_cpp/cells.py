@@ -16,13 +16,14 @@ tokens. So the state behind a prompt is kept beside the one at the end of its te
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from weakref import proxy
 
 from leapahead.core.errors import CacheFull
 from leapahead.models.llama_cpp.context import Context
 from leapahead.models.llama_cpp.kept import KeptTexts
 from leapahead.models.llama_cpp.options import MOST_SEQUENCES
 from leapahead.models.llama_cpp.state_track import StateTrack
-from leapahead.models.llama_cpp.track import Track
+from leapahead.models.llama_cpp.track import NewId, Track
 from leapahead.models.prefix import common_prefix
 
 LEAST_IDLE = 4
@@ -50,6 +51,8 @@ class Cells:
         self._idle: list[tuple[Track, list[int]]] = []  # with their tokens, least recently used first
         self._free = list(range(context.n_seq_max))
         self._track = StateTrack if context.model.stateful else Track
+        cells = proxy(self)  # a reference of each track would keep the model in a cycle
+        self._spare_id: NewId = lambda track: cells._take(track, max)
 
     @property
     def taken(self) -> int:
@@ -230,10 +233,6 @@ class Cells:
         It is the lowest: llama.cpp computes recurrent states side by side where main ids follow one another.
         """
         return self._take(wanting, min)
-
-    def _spare_id(self, wanting: Track) -> int:
-        """The same for another id of a track."""
-        return self._take(wanting, max)
 
     def _take(self, wanting: Track | None, choice: Callable[[list[int]], int]) -> int:
         if not self._free and self._idle:

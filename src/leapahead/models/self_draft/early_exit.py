@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -96,7 +97,7 @@ class Handover:
     """What the first layers have computed of an executor's rows; see `forward.Exits`."""
 
     def __init__(self, executor: MaskedExecutor) -> None:
-        self.executor = executor
+        self.executor = proxy(executor)  # which refers to this
         self.rows: dict[Row, Begun] = {}
 
     @classmethod
@@ -165,17 +166,21 @@ class Halves:
         self.executor, self.handover = executor, Handover.of(executor)
 
     def _record(self, form: Form) -> Any:
+        halves = proxy(self)  # a hook that refers to what has the module would keep both in a cycle
+
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            if self._recording:
-                self._output = output if form.length is None else output[form.at]
+            if halves._recording:
+                halves._output = output if form.length is None else output[form.at]
 
         return record
 
     def _replace(self, form: Form) -> Any:
+        halves = proxy(self)
+
         def give(module: nn.Module, args: Any, output: Any) -> Any:
-            assert self._input is not None, "the second half runs behind the first"
+            assert halves._input is not None, "the second half runs behind the first"
             old = output if form.length is None else output[form.at]
-            new = self._input.reshape(old.shape).to(old)
+            new = halves._input.reshape(old.shape).to(old)
             return new if form.length is None else tuple(new if at == form.at else o for at, o in enumerate(output))
 
         return give

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -120,7 +121,7 @@ class KVCache(Cache):  # type: ignore[misc]
     first_capacity = FIRST_CAPACITY
 
     def __init__(self, usual_length: int = UNLIMITED, block: int = 1) -> None:
-        Cache.__init__(self, layer_class_to_replicate=partial(Layer, self))
+        Cache.__init__(self, layer_class_to_replicate=partial(Layer, proxy(self)))
         self.limit, self.usual_length, self.block = UNLIMITED, usual_length, block
         self.rows: list[Row] = []
         self.forget()
@@ -391,8 +392,7 @@ class KVCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         while len(self.layers) <= layer_idx:
             self.layers.append(self.layer_class_to_replicate())
-        keys, values = self.layers[layer_idx].update(key_states, value_states)
-        return keys, values
+        return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
 
 
 def _kind(plane: Tensor) -> object:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -189,7 +190,8 @@ class StaticExecutor(MaskedExecutor):
         # Recording may run a forward several times; moves must be made once.
         self._write(shape, rows, trees, computed, placed, moves=shape in self.graphs)
         with self.cache.moving(rows):
-            self.graphs.run(shape, lambda: self._run(shape))
+            executor = proxy(self)  # the recording, which may keep the function, belongs to this
+            self.graphs.run(shape, lambda: executor._run(shape))
         if self.compiler is not None:
             self._compile(shape, self.compiler, lambda: self._write(shape, rows, trees, computed, placed, moves=False))
         return self._outputs(shape, trees, computed, placed)
