@@ -673,6 +673,15 @@ def test_greedy_is_greedy(target: OpenVinoTarget, reference: Reference) -> None:
     session.close()
 
 
+def test_a_forked_child_is_refused(exported: Path) -> None:
+    """It does not have the threads in which OpenVINO computes, and waited for them for ever."""
+    llm = LLM(str(exported), n_threads=1)
+    llm.engine._turn.forked()  # as `forks` does in a child
+    for call in (lambda: llm.generate(text(8), max_new_tokens=4), llm.close):
+        with pytest.raises(LeapaheadError, match=r"forked while its model had threads .*; make one in each process"):
+            call()
+
+
 def test_a_model_is_freed_with_its_llm(exported: Path) -> None:
     def used() -> LLM:
         llm = LLM(str(exported), n_threads=1)

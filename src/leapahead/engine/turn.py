@@ -31,12 +31,19 @@ def of_request(error: BaseException, earlier: BaseException | None = None) -> Ba
 
 
 class Lost:
-    """What was locked in the parent of this process by a thread that is not here. To lock it is refused."""
+    """In place of a lock in a forked process that cannot go on with what it guards. To lock it is refused.
+
+    Args:
+        why: it cannot.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.why = why
 
     def __enter__(self) -> NoReturn:
         raise LeapaheadError(
-            "this LLM, or its engine, was forked while another thread used it, so that this process cannot go on with "
-            "it; make one in each process"
+            f"this LLM, or its engine, was forked while {self.why}, so that this process cannot go on with it; make "
+            "one in each process"
         )
 
     def __exit__(self, *_: object) -> None: ...
@@ -46,22 +53,24 @@ class Lost:
         return False
 
 
-LOST: Any = Lost()
+LOST: Any = Lost("another thread used it")
+THREADS_LOST: Any = Lost("its model had threads of its own that compute")
 
 
 class Changed(Condition):
     """A condition that may be lost."""
 
-    is_lost = False
+    lost: Any = None
 
     def __enter__(self) -> bool:
-        return LOST.__enter__() if self.is_lost else super().__enter__()
+        return self.lost.__enter__() if self.lost else super().__enter__()
 
 
 class Turn:
     """The right to drive an engine.
 
-    A forked child, which has none of its parent's other threads, goes on with an engine that nobody was using.
+    A forked child, which has none of its parent's other threads, goes on with an engine that nobody was using, unless
+    its target computes in such threads (`has_threads`).
 
     Args:
         target: of the engine.
@@ -114,15 +123,17 @@ class Turn:
 
     def forked(self) -> None:
         """Called in a child process; see `forks`."""
-        is_lost = self._driver not in (None, get_ident())
+        lost = THREADS_LOST if getattr(self._target, "has_threads", False) else None
+        if self._driver not in (None, get_ident()):
+            lost = LOST
         for lock in (self.changed, self._target.lock):
             if lock.acquire(blocking=False):
                 lock.release()
             else:
-                is_lost = True
-        if is_lost:
+                lost = lock if isinstance(lock, Lost) else LOST  # of another engine with this target
+        if lost:
             self._driver = self.stepping = None  # a thread of this process may get the same number
-            self.changed.is_lost, self._target.lock = True, LOST
+            self.changed.lost = self._target.lock = lost
 
     def tell(self) -> None:
         """Wakes the threads that wait for a change."""

@@ -85,10 +85,15 @@ class OpenVinoTarget:
             forward then; and drafts are chains, since masked nodes between those of a path move its sums. That this is
             enough is tested.
 
+    Attributes:
+        has_threads: OpenVINO computes in threads of its own, which a forked process does not have.
+
     Raises:
         Refused: the model's logits of several tokens at once are not those of one token at a time; or, in exact mode,
             not bit for bit.
     """
+
+    has_threads = True
 
     def __init__(
         self,
