@@ -467,3 +467,25 @@ def test_the_version_says_where_the_compiled_module_is_missing() -> None:
     code = "import sys; sys.modules['leapahead._native'] = None; from leapahead.cli import main; main(['--version'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, "without its compiled module" in done.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("generate --max-n", ["plain,--max-new-tokens"]),
+        ("generate -d prompt_", ["plain,prompt_lookup"]),
+        ("generate --engine open", ["plain,openvino"]),
+        ("generate --engine none", []),
+        ("generate -m mod", ["file,mod"]),
+        ("serve mod", ["file,mod"]),
+        ("export-g", ["plain,export-gguf"]),
+    ],
+)
+def test_completion_in_a_shell(words: str, found: list[str]) -> None:
+    variables = {
+        "_LEAPAHEAD_COMPLETE": "bash_complete",
+        "COMP_WORDS": f"leapahead {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }
+    result = CliRunner().invoke(main, env=variables, prog_name="leapahead")
+    assert result.output.split() == found

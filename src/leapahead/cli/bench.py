@@ -23,7 +23,7 @@ from leapahead.bench.plan import Model, Plan
 from leapahead.cli import screen
 from leapahead.cli.acceptance import SPELLED
 from leapahead.cli.bench_models import model_of
-from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, option
+from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, drafter_names, option
 from leapahead.cli.engine_options import ENGINE
 from leapahead.cli.options import (
     FILE_OF_PROMPTS,
@@ -93,6 +93,7 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     "names",
     multiple=True,
     metavar="DRAFTER",
+    shell_complete=drafter_names,
     group=MEASURED,
     show_default="all that need no file and no other model",
     help="A drafter with its default options. May be repeated.",

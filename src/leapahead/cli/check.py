@@ -17,7 +17,7 @@ from leapahead.check import Report, refuse
 from leapahead.check import check as run_check
 from leapahead.cli import screen
 from leapahead.cli.acceptance import REFUSED
-from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, option
+from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, drafter_names, option
 from leapahead.cli.options import (
     DRAFTER_GROUP,
     DRAFTER_OPTIONS,
@@ -52,6 +52,7 @@ SHOWN = 3  # mismatches that are printed of each drafter
     "names",
     multiple=True,
     metavar="DRAFTER",
+    shell_complete=drafter_names,
     group=DRAFTER_GROUP,
     show_default="all that need no file and no other model",
     help="A drafter to check. May be repeated.",

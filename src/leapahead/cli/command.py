@@ -20,6 +20,7 @@ from typing import Any, TextIO, TypeVar
 
 import click
 from click.exceptions import Exit
+from click.shell_completion import CompletionItem
 
 from leapahead import interrupts
 from leapahead.core.errors import LeapaheadError
@@ -132,6 +133,22 @@ class Option(click.Option):
         if isinstance(self.show_default, str):
             extra["default"] = self.show_default  # without click's parentheses
         return extra
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = super().shell_complete(ctx, incomplete)
+        return file_names(ctx, self, incomplete) if not found and self.type is click.STRING else found
+
+
+def file_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Lets the shell complete names of files, which a text may be: a model's. Without any item it completes nothing."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def drafter_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Completes names of drafters."""
+    from leapahead.drafters import registry
+
+    return [name for name in registry.names() if name.startswith(incomplete)]
 
 
 def option(*declarations: str, group: str = "Options", **attributes: Any) -> Callable[[Decorated], Decorated]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from leapahead.cli import screen
-from leapahead.cli.command import Command, option
+from leapahead.cli.command import Command, file_names, option
 from leapahead.cli.typed import HomePath
 from leapahead.core.errors import BadParameter
 from leapahead.models import loading
@@ -23,7 +23,7 @@ from leapahead.models.openvino import export, gguf
         "leapahead export-openvino my-llama-q8_0.gguf my-llama-openvino",
     ),
 )
-@click.argument("model")
+@click.argument("model", shell_complete=file_names)
 @click.argument("out_dir", type=HomePath(path_type=Path))
 @option("--weights", type=click.Choice(export.WEIGHTS), show_default="bf16", help="Type of the weights.")
 @option("--force", is_flag=True, help="Replace OUT_DIR if it is such a folder.")

@@ -9,7 +9,7 @@ from typing import Any, cast
 import click
 
 from leapahead import drafters
-from leapahead.cli.command import Decorated, option
+from leapahead.cli.command import Decorated, drafter_names, option
 from leapahead.cli.engine_options import ENGINE, GGUF_GROUP
 from leapahead.cli.engine_options import Option as Option
 from leapahead.cli.text_input import utf8_only
@@ -194,6 +194,7 @@ DRAFTER: tuple[Option, ...] = (
         "--drafter",
         default="auto",
         metavar="DRAFTER",
+        shell_complete=drafter_names,
         group=DRAFTER_GROUP,
         help="What drafts, see `leapahead drafters`.",
     ),

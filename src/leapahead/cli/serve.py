@@ -19,7 +19,7 @@ import click
 from leapahead.api import LLM
 from leapahead.chat import REASONING_FORMATS, TOOL_FORMATS
 from leapahead.cli.cache import DRAFTER_CACHE
-from leapahead.cli.command import Command, option, say
+from leapahead.cli.command import Command, file_names, option, say
 from leapahead.cli.generate import open_llm
 from leapahead.cli.options import DRAFTER, EXISTING_FILE, MODEL, all_of
 from leapahead.cli.typed import Finite
@@ -237,7 +237,7 @@ def ended_by_sigterm() -> Iterator[None]:
         "leapahead serve model.gguf --draft draft.gguf --served-model-name my-model --drafter-cache drafts.npz",
     ),
 )
-@click.argument("name", required=False, metavar="[MODEL]")
+@click.argument("name", required=False, metavar="[MODEL]", shell_complete=file_names)
 @all_of(ADDRESS, MODEL, DRAFTER, DRAFTER_CACHE, WHO, BOUNDS)
 @ended_by_sigterm()
 def serve(
