@@ -126,7 +126,8 @@ class Turn:
         lost = THREADS_LOST if getattr(self._target, "has_threads", False) else None
         if self._driver not in (None, get_ident()):
             lost = LOST
-        for lock in (self.changed, self._target.lock):
+        locks: tuple[Any, ...] = (self.changed, self._target.lock)
+        for lock in locks:
             if lock.acquire(blocking=False):
                 lock.release()
             else:

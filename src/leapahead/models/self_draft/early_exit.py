@@ -97,7 +97,7 @@ class Handover:
     """What the first layers have computed of an executor's rows; see `forward.Exits`."""
 
     def __init__(self, executor: MaskedExecutor) -> None:
-        self.executor = proxy(executor)  # which refers to this
+        self.executor: MaskedExecutor = proxy(executor)  # which refers to this
         self.rows: dict[Row, Begun] = {}
 
     @classmethod

@@ -121,7 +121,7 @@ class KVCache(Cache):  # type: ignore[misc]
     first_capacity = FIRST_CAPACITY
 
     def __init__(self, usual_length: int = UNLIMITED, block: int = 1) -> None:
-        Cache.__init__(self, layer_class_to_replicate=partial(Layer, proxy(self)))
+        Cache.__init__(self, layer_class_to_replicate=partial(Layer, proxy(self)))  # type: ignore[arg-type]
         self.limit, self.usual_length, self.block = UNLIMITED, usual_length, block
         self.rows: list[Row] = []
         self.forget()
