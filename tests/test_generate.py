@@ -625,6 +625,31 @@ def test_a_model_is_freed_with_its_llm(tiny_folder: Path, attribute: str) -> Non
     assert is_freed(used, attribute)
 
 
+@pytest.mark.parametrize("kind", ["Transformers", "GGUF"])
+def test_the_interpreter_ends_while_daemon_threads_decode(tiny_folder: Path, kind: str) -> None:
+    """Python stops such threads wherever they are. Within a forward, or while the model was freed, that was a crash."""
+    if kind == "GGUF":
+        pytest.importorskip("llama_cpp")
+        import gguf_models
+
+    model = str(tiny_folder if kind == "Transformers" else gguf_models.llama())
+    done = run_python(
+        "import threading, time\n"
+        "from leapahead import LLM\n"
+        f"llm, begun = LLM({model!r}, drafter='plain'), threading.Event()\n"
+        "def decode():\n"
+        "    while True:\n"
+        "        for _ in llm.stream([5, 6, 7], max_new_tokens=400, ignore_eos=True):\n"
+        "            begun.set()\n"
+        "for _ in range(2):\n"
+        "    threading.Thread(target=decode, daemon=True).start()\n"
+        "begun.wait()\n"
+        "time.sleep(0.2)\n"
+        "print('ended')\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+
+
 def test_an_llm_is_not_pickled() -> None:
     with pytest.raises(TypeError, match="cannot be copied or pickled; make one in the process"):
         pickle.dumps(LLM(ToyTarget(), drafter="plain"))

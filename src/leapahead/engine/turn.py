@@ -5,14 +5,17 @@ Knows neither requests nor forwards.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
-from threading import Condition, current_thread, get_ident, main_thread
+from threading import Condition, Lock, current_thread, get_ident, main_thread
 from typing import Any, NoReturn
+from weakref import WeakSet, finalize
 
 from leapahead.core import forks, openmp
 from leapahead.core.errors import LeapaheadError
 from leapahead.models.base import Target
 
+EXIT_SECONDS = 10.0  # that the end of the interpreter waits for a step of another thread
 STALLED = 0.01  # seconds between two attempts of an engine that waits for the readers of its streams
 
 
@@ -88,6 +91,7 @@ class Turn:
         self._target = target
         self._driver: int | None = None
         forks.watch(self)
+        EXIT.turns.add(self)
         openmp.find()
         openmp.release()  # of the forwards that have tested the model
 
@@ -102,6 +106,7 @@ class Turn:
         Raises:
             LeapaheadError: this thread is driving already.
         """
+        EXIT.pass_by()
         if self.is_inside:
             raise LeapaheadError("a criterion, processor or callback cannot wait for a request of its own engine")
         thread = get_ident()
@@ -140,3 +145,38 @@ class Turn:
         """Wakes the threads that wait for a change."""
         with self.changed:
             self.changed.notify_all()
+
+    def close(self) -> None:
+        """Keeps other threads from the target, when the step of one of them has ended."""
+        self._target.lock.acquire(timeout=EXIT_SECONDS)
+
+
+class Exit:
+    """The end of the interpreter, which stops daemon threads wherever they are; within a forward, that aborts it.
+
+    Attributes:
+        turns: of all engines.
+    """
+
+    def __init__(self) -> None:
+        self.turns: WeakSet[Turn] = WeakSet()
+        self._thread: int | None = None  # that ends the interpreter
+        self._closed = Lock()
+        finalize(
+            self, int
+        )  # Python registers all finalizers with the first one: those that free models come after this
+        atexit.register(self._begin)
+
+    def pass_by(self) -> None:
+        """Stops every other thread, for ever, when the end has begun."""
+        if self._thread not in (None, get_ident()):
+            self._closed.acquire()
+
+    def _begin(self) -> None:
+        self._closed.acquire()
+        self._thread = get_ident()
+        for turn in list(self.turns):
+            turn.close()
+
+
+EXIT = Exit()
