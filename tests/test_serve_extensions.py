@@ -227,7 +227,7 @@ def test_paths(running: Running) -> None:
     body = {"messages": BEGUN, "temperature": 0, "max_tokens": 4}
     texts = [running.post(path, body).json()["choices"] for path in (CHAT, "/chat/completions")]
     assert texts[0] == texts[1]
-    for path in ("/v1/messages", "/v1/embeddings", "/v1/rerank"):
+    for path in ("/v1/audio/speech", "/v1/embeddings", "/v1/rerank"):
         check(running.post(path, body), 404, None, "nothing at")
 
 
