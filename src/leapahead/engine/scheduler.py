@@ -72,13 +72,12 @@ class Engine:
         self.latency = latency or LatencyProfiles(target.info)
         self.acceptance = acceptance or acceptance_table()
         self._size = [0]  # of the batch under way; what refers to the engine itself would keep the model in a cycle
-        running = partial(self._size.__getitem__, 0)
-        host = Host(target.info, self.latency, self.acceptance, tokenizer, target, running=running)
+        size = partial(self._size.__getitem__, 0)
+        host = Host(target.info, self.latency, self.acceptance, tokenizer, target, running=size)
         self._drafters, self._queue = AttachedDrafters(target, host), deque[Handle]()
         self._samples: dict[Handle, list[Handle]] = {}  # first of several samples of a prompt -> the others
         self._prompt_rows: dict[Handle, list[PromptRows]] = {}  # captured for those others
-        self._active: list[Running] = []
-        self._turn, self._closed = Turn(target), False
+        self._turn, self._closed, self._active = Turn(target), False, list[Running]()
         self._changed = self._turn.changed  # guards the queue and the handles; held for moments only
 
     def drafter(self, drafter: str | type[Any] | Drafter, **options: Any) -> Drafter:
@@ -298,13 +297,14 @@ class Engine:
 
     def _start(self, session: Session, handle: Handle, rows: Sequence[PromptRows] = ()) -> Running:
         """A request with its session. What its drafter raises ends it; `rows` of its prompt were captured before."""
+        running = None
         try:
             running = Running(self.target, session, handle, self.tokenizer)
             handle.open(session.unread)
+            running.begin(rows)
         except BaseException:
-            session.close()
+            (running or session).close()
             raise
-        running.begin(rows)
         self._active.append(running)  # last: an interrupted start is repeated
         return running
 
