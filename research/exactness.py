@@ -12,8 +12,8 @@ from leapahead.check import DrafterReport, Report, check
 from leapahead.core.sampling import SamplingParams
 from research.kept import Kept
 
-# Draft models, beside the drafters that need none: name in the table -> drafter and options.
 USUAL = "all drafters that need none"
+# Draft models, beside those: name in the table -> drafter and options.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "draft_model, chains of 4": ("draft_model", {"draft": "bundled", "nodes": 4, "depth": 4, "chain": True}),
     "draft_model, trees of 16": ("draft_model", {"draft": "bundled", "nodes": 16, "depth": 4}),
