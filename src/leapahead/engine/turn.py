@@ -162,9 +162,9 @@ class Exit:
         self.turns: WeakSet[Turn] = WeakSet()
         self._thread: int | None = None  # that ends the interpreter
         self._closed = Lock()
-        finalize(
-            self, int
-        )  # Python registers all finalizers with the first one: those that free models come after this
+        # What was registered last is called first. Python registers all finalizers with the first one, so that those
+        # which free models are called after this.
+        finalize(self, int)
         atexit.register(self._begin)
 
     def pass_by(self) -> None:

@@ -31,19 +31,10 @@ MESSAGES = ("GivenMessage", "AssistantMessage", "ToolMessage")
 OF_ANSWERS = ("tool_calls", "reasoning_content", "reasoning", "refusal", "parsed", "annotations")
 OF_OTHERS = {name: NOT_HERE for name in (*OF_ANSWERS, "tool_call_id")}
 PARTS = (
-    "document",
-    "search_result",
-    "redacted_thinking",
-    "image_url",
-    "input_audio",
-    "video_url",
-    "audio_url",
-    "file",
-    "image",
-    "refusal",
-    "input_image",
-    "input_file",
+    *("image_url", "input_audio", "video_url", "audio_url", "file", "image", "refusal", "input_image", "input_file"),
+    *("document", "search_result", "redacted_thinking"),
 )
+TOOLS = {"FunctionTool": "function", "Tool": "custom"}  # the only type of each
 REFUSED = {"CompletionRequest": GENERATION, "ChatRequest": GENERATION}
 REFUSED |= dict.fromkeys(MESSAGES, MESSAGE | OF_OTHERS)
 KEEPS_NOTHING = "is not possible: the server keeps no responses; send the whole conversation as input"
@@ -89,9 +80,7 @@ def given(kind: str, data: Any, required: Set[str]) -> Any:
         return data
     if kind in ("TextPart", "InputTextPart", "TextBlock") and data.get("type") in PARTS:
         raise refusal("type", f"content of type {data['type']!r} {NOT_HERE}")
-    if kind == "FunctionTool" and data.get("type", "function") != "function":
-        raise refusal("type", f"a tool of type {data['type']!r} is not possible; this server knows functions only")
-    if kind == "Tool" and (data.get("type") or "custom") != "custom":
+    if kind in TOOLS and (data.get("type") or TOOLS[kind]) != TOOLS[kind]:
         raise refusal("type", f"a tool of type {data['type']!r} is not possible; this server knows functions only")
     if kind == "ResponsesRequest" and data.get("store") is True:
         raise refusal("store", "store=true is not possible: the server keeps no responses; leave it out")
