@@ -99,7 +99,7 @@ class Architecture:
     @property
     def installed(self) -> bool:
         """Whether the installed Transformers has the family."""
-        return getattr(transformers, f"{self.config}Config", None) is not None
+        return f"{self.config}Config" in INSTALLED
 
     def build(self, dtype: torch.dtype = torch.float32, attention: str | None = None, seed: int = 0) -> Any:
         config = getattr(transformers, f"{self.config}Config")(**{**SIZES, **self.options})
@@ -521,7 +521,8 @@ EVERY = [
     ),
 ]
 
-# A family may be missing in the oldest supported version of Transformers.
+# A family may be missing in the oldest supported version of Transformers. Names, so that no family is imported here.
+INSTALLED = frozenset(dir(transformers))
 ARCHITECTURES = [each for each in EVERY if each.installed]
 BY_NAME = {each.name: each for each in ARCHITECTURES}
 

@@ -56,14 +56,14 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def short_times() -> Iterator[None]:
     """What takes seconds of many tests and changes no text.
 
-    Latency profiles are measured in a third of the usual time, unless a test brings its own clock. llama.cpp computes
+    Latency profiles are measured in a tenth of the usual time, unless a test brings its own clock. llama.cpp computes
     in one thread by default: threads that wait for each other on busy cores take seconds. OpenVINO's telemetry sends
     nothing: each of its dozens of messages per export takes a thread and a TLS context.
     """
     from leapahead.planner import measurement
 
     def rounds(target: Any, clock: Any) -> Any:
-        seconds = measurement.SECONDS / 3 if clock is perf_counter else measurement.SECONDS
+        seconds = measurement.SECONDS / 10 if clock is perf_counter else measurement.SECONDS
         return measurement.rounds(target, seconds=seconds, clock=clock)
 
     with pytest.MonkeyPatch.context() as patch:

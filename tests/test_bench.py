@@ -206,6 +206,7 @@ def test_a_drafter_that_is_slow_is_measured_slow() -> None:
     assert (rows[1]["acceptance_length"], rows[1]["nodes_per_step"], rows[1]["mismatches"]) == (1.0, 1.0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_counters(batch: int, temperature: float) -> None:
@@ -483,6 +484,7 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_predictions_are_drafted_and_peers_are_not_told(run: Any, tmp_path: Path, tiny_folder: Path) -> None:
     folder = tmp_path / "edited"
     folder.mkdir()
@@ -501,6 +503,7 @@ def test_predictions_are_drafted_and_peers_are_not_told(run: Any, tmp_path: Path
     assert changed.digest != tasks.read(folder)[0].digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--data", "--prompts"])
 def test_prompts_of_a_file(run: Any, tmp_path: Path, option: str) -> None:
     rows = [{"prompt": "def add(a, b):", "prediction": "return"}, {"question": "Why?"}, {"turns": ["Hi"]}]
@@ -542,6 +545,7 @@ def test_bench_writes_everything(run: Any, tmp_path: Path) -> None:
     assert "| humaneval | prompt_lookup |" in (out / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_report_is_made_of_the_file_alone(run: Any, tmp_path: Path) -> None:
     run()
     out = tmp_path / "out"
@@ -555,6 +559,7 @@ def test_the_report_is_made_of_the_file_alone(run: Any, tmp_path: Path) -> None:
     assert report.markdown(results(out)) == before["report.md"].decode()
 
 
+@pytest.mark.slow
 def test_resume_measures_what_is_missing(run: Any, tmp_path: Path) -> None:
     assert run("--task", "humaneval").exit_code == 0
     first = results(tmp_path / "out")
@@ -603,6 +608,7 @@ def test_values_with_commas_stand_in_quotes() -> None:
     assert listed("") == listed(" , ") == []
 
 
+@pytest.mark.slow
 def test_a_bench_that_measured_nothing_is_refused_and_leaves_nothing(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -657,6 +663,7 @@ def test_a_file_that_is_not_a_benchs(run: Any, tmp_path: Path, content: Any, opt
     assert result.stderr.endswith("bench.json is not the result of a bench; choose another --out\n")
 
 
+@pytest.mark.slow
 def test_a_mismatch_is_exit_code_1_after_everything_is_written(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

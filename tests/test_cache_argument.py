@@ -84,12 +84,14 @@ def decoded(target: TransformersTarget) -> None:
         assert run(target, kinds[kind]([*PROMPT, *plain])).tokens == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_transformers_has_nothing_to_warn_of(name: str, deprecations: list[str]) -> None:
     decoded(TransformersTarget(BY_NAME[name].build()))
     assert deprecations == []
 
 
+@pytest.mark.slow
 def test_nor_in_exact_mode_nor_of_an_encoder_decoder_model_nor_inside_generate(deprecations: list[str]) -> None:
     decoded(TransformersTarget(BY_NAME["llama"].build(), exclusive=True, exact=True))
     decoded(EncoderDecoderTarget(seq2seq.build("t5")))
@@ -100,6 +102,7 @@ def test_nor_in_exact_mode_nor_of_an_encoder_decoder_model_nor_inside_generate(d
     assert deprecations == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [OldNames, NewNames])
 def test_code_of_a_checkpoint_with_either_name(kind: type[Any], deprecations: list[str]) -> None:
     torch.manual_seed(0)
@@ -112,6 +115,7 @@ def test_code_of_a_checkpoint_with_either_name(kind: type[Any], deprecations: li
     assert deprecations == []
 
 
+@pytest.mark.slow
 def test_code_of_a_checkpoint_with_a_state(deprecations: list[str]) -> None:
     torch.manual_seed(0)
     model = sharpen(OldState(transformers.MambaConfig(**SIZES, state_size=8)).eval())

@@ -143,6 +143,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=4), max_size=3
 CONTEXTS = st.lists(st.tuples(st.integers(0, 3)) | st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(TEXTS, CONTEXTS), min_size=2, max_size=4), st.randoms(use_true_random=False))
 def test_caches_merge_to_the_same_in_every_order(parts: list[Any], rng: random.Random) -> None:

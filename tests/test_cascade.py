@@ -41,6 +41,7 @@ def forwards(done: Run, name: str = "draft") -> float:
 # ---------------------------------------------------------------------------------------------------------- vertical
 
 
+@pytest.mark.slow
 @SAMPLINGS
 @pytest.mark.parametrize("seed_aware", [True, False], ids=["aware", "unaware"])
 @pytest.mark.parametrize("ahead", [1, 4])
@@ -85,6 +86,7 @@ def test_trees_are_drafted_too(params: Any) -> None:
     assert forwards(found) < forwards(alone)
 
 
+@pytest.mark.slow
 @SAMPLINGS
 def test_no_guesses_make_it_the_drafter_draft_model(params: Any) -> None:
     target, draft = ToyTarget(vocab_size=30), Blurred(0.3, vocab_size=30)
@@ -138,6 +140,7 @@ def test_later_positions_are_drafted_by_smaller_models_and_then_by_ngrams(params
     assert forwards(found) < 2, "of the first model, for two positions"
 
 
+@pytest.mark.slow
 @SAMPLINGS
 @pytest.mark.parametrize("options", [{}, {"nodes": 9}, {"nodes": 7, "chain": True}, {"ahead": 0}], ids=str)
 @pytest.mark.parametrize("lengths", ["", "2,1"])
@@ -150,6 +153,7 @@ def test_the_text_is_that_of_plain_decoding(params: Any, options: dict[str, Any]
 # ------------------------------------------------------------------------------------------------------------- limits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cascade", "ouroboros"])
 @SAMPLINGS
 def test_sequences_of_a_batch_draft_what_they_draft_alone(name: str, params: Any) -> None:
@@ -165,6 +169,7 @@ def test_sequences_of_a_batch_draft_what_they_draft_alone(name: str, params: Any
     assert draft.closed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cascade", "ouroboros"])
 @pytest.mark.parametrize(
     "limits", [{"max_leaves": 2}, {"max_nodes": 6}, {"context_length": 40}, {"vocab_size": 9}], ids=str
@@ -264,6 +269,7 @@ def test_the_bundled_models(name: str) -> None:
         assert sum(each.stats.accepted_by["draft"] for each in found) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [("cascade", "lengths=2"), pytest.param(("ouroboros", "length=3"), marks=pytest.mark.slow)],

@@ -377,6 +377,7 @@ def llm(marked: Any) -> LLM:
     return LLM(ToyTarget(len(marked), sharpness=3.0), tokenizer=marked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "parallel"),
     mostly_slow(

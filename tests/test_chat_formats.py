@@ -170,6 +170,7 @@ PIECES = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(st.lists(st.sampled_from(PIECES), max_size=14), st.sampled_from([QWEN, V3, V31]), st.data())
 def test_every_division_gives_the_same_and_no_text_is_lost(pieces: list[str], format: Any, data: Any) -> None:
@@ -254,6 +255,7 @@ WEATHER = Tool(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "parallel"),
     mostly_slow(

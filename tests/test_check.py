@@ -295,6 +295,7 @@ class Rounding(ToyTarget):
         return (logits + wobble).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling", mostly_slow([SamplingParams(), SamplingParams(temperature=1e-5, seed=1)], SamplingParams())
 )
@@ -309,6 +310,7 @@ def test_rounding_is_a_tie(sampling: SamplingParams) -> None:
     assert all(row.tokens >= 36 for row in report.drafters)  # it went on behind every tie
 
 
+@pytest.mark.slow
 def test_more_than_rounding_is_a_mismatch() -> None:
     assert not checked(Rounding(0.5, 0.1), prompts=PROMPTS[:1]).ok
 

@@ -188,6 +188,7 @@ def break_after_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "load", load)
 
 
+@pytest.mark.slow
 def test_compare_exits_1_when_the_text_differs(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     break_after_load(monkeypatch)
     much = ("--max-new-tokens", "100", "-o", "nodes=16", "--rounds", "1")
@@ -209,6 +210,7 @@ def test_demo(leapahead: Any) -> None:
     assert verdict.startswith("The text equals that of plain decoding, token for token")
 
 
+@pytest.mark.slow
 def test_demo_exits_1_when_the_text_differs(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     break_after_load(monkeypatch)
     assert leapahead("demo", "--max-new-tokens", "100", "--rounds", "1", "-o", "nodes=16").exit_code == 1
@@ -290,6 +292,7 @@ def test_check(leapahead: Any, tmp_path: Path) -> None:
     assert {"name", "mismatches", "ties", "acceptance_length"} <= set(found["drafters"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
 def test_check_exits_1_on_a_mismatch(leapahead: Any, monkeypatch: pytest.MonkeyPatch, as_json: list[str]) -> None:
     break_after_load(monkeypatch)
@@ -463,6 +466,7 @@ def test_errors_name_options() -> None:
         assert name_options("max_batch=300", commands()[name].params) == "--batch=300"
 
 
+@pytest.mark.slow
 def test_the_version_says_where_the_compiled_module_is_missing() -> None:
     code = "import sys; sys.modules['leapahead._native'] = None; from leapahead.cli import main; main(['--version'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 import click
+import gguf_models
 import heads
 import pytest
 from click.testing import CliRunner
@@ -137,6 +138,7 @@ def test_drafters_that_are_not_possible_are_refused_before_the_model_is_loaded(
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_log_messages_of_other_packages_are_discarded() -> None:
     """Such as those of matplotlib and OpenVINO where no folder is writable. Handlers of a test would take them."""
     code = (
@@ -162,6 +164,7 @@ def test_a_full_disk(args: list[str]) -> None:
     assert done.stderr == b"error: standard output cannot be written: No space left on device\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
     ("args", "code"),
@@ -212,6 +215,7 @@ def test_interrupted_while_it_is_imported_without_anybody_who_reads_it(tmp_path:
     assert (done.returncode, done.stdout) == (130, b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "written"),
     [
@@ -510,9 +514,13 @@ def test_check_interrupted_before_any_drafter(leapahead: Any, monkeypatch: pytes
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
-def test_ctrl_c(tiny_folder: Path) -> None:
+@pytest.mark.parametrize("kind", mostly_slow(["Transformers", "GGUF"], "GGUF"))
+def test_ctrl_c(kind: str, tiny_folder: Path) -> None:
     """A signal, sent to a process of its own that waits for its next line; no library writes to standard error."""
-    command = [sys.executable, "-m", "leapahead", "chat", "-m", str(tiny_folder), "-d", "plain", *FEW]
+    if kind == "GGUF":  # which starts in a quarter of the time
+        pytest.importorskip("llama_cpp")
+    model = tiny_folder if kind == "Transformers" else gguf_models.bundled("f32")
+    command = [sys.executable, "-m", "leapahead", "chat", "-m", str(model), "-d", "plain", *FEW]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes) as chat:
         assert chat.stdin is not None

@@ -83,6 +83,7 @@ def test_states_are_those_of_jacobi_decoding(target: Any, texts: list[Text], rec
     assert chosen[following - length :][: len(kept)] == kept  # the guesses of a step are the choices of the one before
 
 
+@pytest.mark.slow
 def test_trajectories_go_on(target: Any, texts: list[Text], recorded: list[Trajectory], tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
     assert trajectories.write(target, None, texts[:5], BLOCK, 4, path, silent) == recorded[:5]
@@ -94,6 +95,7 @@ def test_trajectories_go_on(target: Any, texts: list[Text], recorded: list[Traje
         trajectories.write(target, None, texts[:5], BLOCK, 4, path, silent)
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_papers(target: Any, recorded: list[Trajectory]) -> None:
     """Every state on its own, without tree: the consistency of each wrong position, and the text's cross entropy."""
     own = CllmRecipe(

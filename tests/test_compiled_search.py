@@ -150,6 +150,7 @@ def test_the_same_nodes_beside_a_prediction(temperature: float) -> None:
     assert any("prediction" in sources for _, _, sources in found[0])
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     st.integers(0, 1000),
@@ -261,6 +262,7 @@ def test_the_mixers_of_both_tables_report_the_same() -> None:
 contexts = st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=2), st.integers(1, 3)), max_size=40)
 
 
+@pytest.mark.slow
 @given(contexts, contexts)
 def test_adjacencies_are_equal(entries: list[tuple[list[int], int]], others: list[tuple[list[int], int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -463,6 +463,7 @@ def test_a_command_writes_its_files(lab: Any, tmp_path: Path, name: str) -> None
     assert (tmp_path / "again.svg").read_bytes() == svg
 
 
+@pytest.mark.slow
 def test_prompts_from_a_folder(lab: Any, tmp_path: Path) -> None:
     (tmp_path / "humaneval.jsonl").write_text('{"prompt": "def f(x):"}\n{"prompt": "def g(x):"}\n')
     (tmp_path / "gsm8k_test.jsonl").write_text('{"question": "How many are there?"}\n')
@@ -472,6 +473,7 @@ def test_prompts_from_a_folder(lab: Any, tmp_path: Path) -> None:
     assert found["conditions"]["data"] == "1 humaneval, 1 gsm8k prompts"
 
 
+@pytest.mark.slow
 def test_conversations_and_prompts_that_do_not_fit(lab: Any, tmp_path: Path) -> None:
     rows = [{"category": "writing", "turns": [turn, "Again."]} for turn in ("Write.", "x y " * 400)]
     rows.append({"category": "stem", "turns": ["Why?"]})
@@ -556,6 +558,7 @@ def test_what_is_unknown_is_refused_before_a_file_is_written(
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.json", '{"rows": []}')]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_steps_too_few_to_have_all_kinds(lab: Any, monkeypatch: pytest.MonkeyPatch, steps: str) -> None:
     for name in ("overhead", "whole_steps"):
@@ -591,6 +594,7 @@ def test_a_full_disk_loses_nothing(lab: Any, tmp_path: Path, monkeypatch: pytest
     assert json.loads((tmp_path / "x.json").read_text())["figure"] == "expected"
 
 
+@pytest.mark.slow
 def test_figures_of_the_documents(tiny_folder: Path, tmp_path: Path) -> None:
     """A JSON file and a plot each; what is finished stays if the rest is not."""
     data, folder = tmp_path / "data", tmp_path / "figures"
@@ -650,6 +654,7 @@ def test_rows_of_prompts(lab: Any) -> None:
     assert all(min(row[3:5]) >= 1 and min(row[5:]) > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_figure_without_a_fit(tmp_path: Path) -> None:
     found = curves.compression(ToyTarget(), PROMPTS, ngrams=(3,), windows=(1, 2, 4), max_new_tokens=12)
     plots.save({**found, "fit": None, "fits": {}, "note": "nothing"}, tmp_path / "x")

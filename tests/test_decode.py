@@ -292,6 +292,7 @@ def test_a_drafted_prefix_from_which_nothing_can_be_chosen_harms_nobody(name: st
     assert_same_text(target, drafter, prompt, params=params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("depth", [1, 3, 9])
 def test_nothing_needs_to_follow_a_stop_that_was_drafted(depth: int, temperature: float) -> None:

@@ -67,6 +67,7 @@ def test_devices_of_pipelined_decoding_are_busy_for_every_candidate() -> None:
     assert run.busy == 36 + 3 * 2 * 4  # four layers of two candidates beside each token, all of them lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.3, 0.7, 0.9])
 @pytest.mark.parametrize("gamma", [1, 4, 9])
 def test_drafting_in_turns_and_ahead_take_the_time_of_the_formulas(alpha: float, gamma: int) -> None:

@@ -242,6 +242,7 @@ def test_a_draft_model_that_is_never_right_is_soon_left_alone() -> None:
     assert draft.forwards < 0.2 * len(done.steps)
 
 
+@pytest.mark.slow
 def test_the_number_of_draft_forwards_follows_how_often_they_are_right() -> None:
     forwards = []
     for share in (0.6, 0.1):
@@ -262,6 +263,7 @@ def test_a_draft_forward_is_worth_what_its_first_few_candidates_add(others: floa
     assert (draft.forwards > 0) == runs
 
 
+@pytest.mark.slow
 def test_seed_aware_drafting_makes_a_sampled_draft_better() -> None:
     def length(seed_aware: bool) -> float:
         target, draft = ToyTarget(vocab_size=40), Blurred(0.25, vocab_size=40)

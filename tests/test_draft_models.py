@@ -79,6 +79,7 @@ def test_another_tokenizer_is_refused_by_the_first_difference(tokenizer: Any) ->
 # ------------------------------------------------------------------------------------------------ the public interface
 
 
+@pytest.mark.slow
 def test_llm_takes_a_draft_model_for_all_its_drafters() -> None:
     llm = LLM(dtype="float32", drafter="draft_model", draft="bundled", nodes=6, depth=3)
     plain = LLM(dtype="float32", drafter="plain").generate("def add(a, b):", max_new_tokens=24)
@@ -100,6 +101,7 @@ def test_the_command_line_takes_a_draft_model() -> None:
     assert checked.exit_code == 0, checked.output
 
 
+@pytest.mark.slow
 def test_gguf_drafts_for_gguf_and_for_transformers() -> None:
     from gguf_models import bundled
 

@@ -79,6 +79,7 @@ def test_the_loss_is_the_mean_over_texts_of_the_mean_over_their_answers(target: 
     assert found.agreement.tolist() == pytest.approx([np.mean(right), 1 - np.mean(expected)], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", mostly_slow(DIVERGENCES, next(iter(DIVERGENCES))))
 def test_every_divergence_brings_the_draft_model_nearer(
     divergence: str, target: Any, texts: list[Text], tmp_path: Path
@@ -118,6 +119,7 @@ def test_answers_of_the_draft_model_follow_the_seed_and_end(target: Any, texts: 
         assert len(text.answer) == 20 or text.answer[-1] in own.ends
 
 
+@pytest.mark.slow
 def test_a_resumed_training_is_the_same(target: Any, texts: list[Text], tmp_path: Path) -> None:
     settings = settings_of(steps=6, on_policy=0.5, accumulate=2)
     whole, training = made(target, texts, settings, tmp_path / "whole")

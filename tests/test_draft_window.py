@@ -53,6 +53,7 @@ def chain(draft: Any, window: int = WINDOW) -> DraftModelDrafter:
     return DraftModelDrafter(draft, nodes=3, depth=3, chain=True, draft_window=window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("length", [5, SINKS + WINDOW - 1, SINKS + WINDOW, 300])
 def test_a_model_that_reads_a_few_tokens_back_drafts_as_without_a_window(params: SamplingParams, length: int) -> None:
@@ -93,6 +94,7 @@ def test_the_session_has_the_sinks_and_the_newest_tokens_in_their_order() -> Non
     assert len(draft.begun) == 1 + (3 * WINDOW - 1) // (WINDOW // 2 + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DraftModelDrafter, Auto, SpeculativeSampling])
 def test_a_text_longer_than_the_draft_model_s_context(kind: type[Any]) -> None:
     """Without a window it stops at its context; all that have a draft model take the option."""
@@ -108,6 +110,7 @@ def test_a_text_longer_than_the_draft_model_s_context(kind: type[Any]) -> None:
     assert not stopped[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
 def test_texts_in_a_batch_with_a_model_of_transformers(params: SamplingParams) -> None:
     def model(seed: int) -> TransformersTarget:

@@ -543,6 +543,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without_fcntl", [False, True])
 def test_two_processes_that_save_at_the_same_time_lose_nothing(file: Path, without_fcntl: bool) -> None:
     code = WORKER.format(tests=str(Path(__file__).parent), without_fcntl=without_fcntl)
@@ -699,6 +700,7 @@ def test_a_file_carries_a_cache_from_one_llm_to_another(tmp_path: Path, monkeypa
     assert model.save_drafter_cache(tmp_path / "another.npz") == tmp_path / "another.npz"
 
 
+@pytest.mark.slow
 def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shell does not expand the `~` of `--drafter-cache=~/drafts.npz`."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -744,6 +746,7 @@ def test_a_file_is_read_before_the_model_is_loaded(tmp_path: Path) -> None:
 CODE = "def fibonacci(n):\n    if n < 2:\n        return n\n    return "
 
 
+@pytest.mark.slow
 def test_a_saved_cache_of_the_bundled_model(file: Path, tokenizer: Any) -> None:
     """It drafts a repeated prompt better, sampled too; and a model with another tokenizer refuses it."""
     loaded = LLM(dtype="float32", drafter_cache=False)

@@ -290,6 +290,7 @@ def test_a_draft_model(llms: dict[str, LLM]) -> None:
     assert [each.tokens for each in llm.generate(prompts, **sampled)] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["pj", "pgj", "hgj"])
 def test_jacobi_as_published(variant: str, llms: dict[str, LLM]) -> None:
     """Fixed blocks, the whole text at once, and plain steps behind as many tokens as the source has."""
@@ -327,6 +328,7 @@ def test_variants_of_jacobi_that_are_refused(llms: dict[str, LLM]) -> None:
         llms["t5"].engine.drafter("jacobi", length=3)
 
 
+@pytest.mark.slow
 def test_check(llms: dict[str, LLM]) -> None:
     report = check(llms["marian"].target, None, sources(), max_new_tokens=24, batch=3)
     assert report.ok
@@ -356,6 +358,7 @@ def _fails_with(monkeypatch: pytest.MonkeyPatch, view: DecoderView, kind: type, 
         assert not _passes(view)
 
 
+@pytest.mark.slow
 def test_a_wrong_position_bias_is_caught(t5: EncoderDecoderTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     right = RelativeBias.__call__
     _fails_with(monkeypatch, t5.model, RelativeBias, "__call__", lambda self, length: 0 * right(self, length))
@@ -364,6 +367,7 @@ def test_a_wrong_position_bias_is_caught(t5: EncoderDecoderTarget, monkeypatch: 
     )
 
 
+@pytest.mark.slow
 def test_wrong_position_embeddings_are_caught(llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     right = PositionEmbeddings.__call__
     for name in ("bart", "marian"):
@@ -374,6 +378,7 @@ def test_wrong_position_embeddings_are_caught(llms: dict[str, LLM], monkeypatch:
         _fails_with(monkeypatch, view, PositionEmbeddings, "__call__", tokens)
 
 
+@pytest.mark.slow
 def test_a_wrong_source_is_caught(llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     right = DecoderView.encode
     for name in ("t5", "bart"):
@@ -386,6 +391,7 @@ def test_a_wrong_source_is_caught(llms: dict[str, LLM], monkeypatch: pytest.Monk
     _fails_with(monkeypatch, view, DecoderView, "_cross_mask", lambda self, cross: None)
 
 
+@pytest.mark.slow
 def test_a_prompt_may_fill_the_encoder() -> None:
     llm, prompt = LLM(build("marian")), [3, 4, 5, 6] * 24
     own = own_text(llm.target.model.model, prompt, 12)
@@ -468,6 +474,7 @@ def test_tokens_of_a_configuration_outside_the_vocabulary_are_refused_by_name(na
         new_target(model)
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_the_end_of_the_context(llms: dict[str, LLM]) -> None:
     """Nodes behind the last position are never given to the model."""
     target, prompt = llms["bart"].target, sources()[0]
@@ -524,6 +531,7 @@ def test_generate_of_transformers(name: str) -> None:
     assert torch.equal(own, ours)
 
 
+@pytest.mark.slow
 def test_generate_keeps_scores_and_takes_encoder_outputs() -> None:
     model, prompts = build("t5"), sources()
     options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}

@@ -119,6 +119,7 @@ class Failing(SequenceDrafter):
             raise ZeroDivisionError("a bug of the drafter")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_batch", [1, 3, 8])
 def test_requests_of_many_threads_have_their_own_texts(max_batch: int) -> None:
     target = Limited(8)

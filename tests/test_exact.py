@@ -130,7 +130,7 @@ FAMILIES = ("llama", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe")
 SMALL = {"hidden_size": 64, "intermediate_size": 160}
 
 
-@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "mistral", "gemma2", "mixtral"))
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "gemma2"))
 def test_bits_do_not_depend_on_drafts_and_batches(name: str) -> None:
     """Windows, experts and soft-capped scores among them; the texts pass the borders of chunks and blocks."""
     target = exact(name, **SMALL)
@@ -154,6 +154,7 @@ def test_bits_of_long_texts(name: str, dtype: torch.dtype, threads: int) -> None
             assert differing(target, prompts_of(lengths, 512), batch=4, new=60, params=params) == 0
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_chunks_that_the_scheduler_wants() -> None:
     target = exact("llama", **SMALL)
     prompts = prompts_of((100, 70))
@@ -162,6 +163,7 @@ def test_bits_do_not_depend_on_the_chunks_that_the_scheduler_wants() -> None:
     assert texts(target, Plain, prompts, batch=2, prefill_chunk=7)[:1] == whole
 
 
+@pytest.mark.slow
 def test_entries_of_a_text_are_not_taken_over_as_those_of_a_prompt() -> None:
     """The next prompt begins with the first one and its text, as in a conversation."""
     target = exact("llama", **SMALL)
@@ -187,6 +189,7 @@ def assert_samples_are_those_of_each_alone(target: Any, prompt: list[int]) -> No
     assert [handle.tokens for handle in handles] == alone
 
 
+@pytest.mark.slow
 def test_samples_of_one_prompt_have_the_bits_of_each_alone() -> None:
     assert_samples_are_those_of_each_alone(exact("llama", **SMALL), prompts_of((70,))[0])
 
@@ -222,6 +225,7 @@ def test_a_target_that_is_not_exact_cannot_be_asked_for_it() -> None:
         LLM(ToyTarget(), exact=True)
 
 
+@pytest.mark.slow
 def test_a_module_of_the_user_keeps_its_own_attention() -> None:
     model = BY_NAME["llama"].build(torch.bfloat16)
     llm = LLM(model, exact=True)
@@ -234,6 +238,7 @@ def test_a_module_of_the_user_keeps_its_own_attention() -> None:
 # ----------------------------------------------------------------------------------------------------- mutations
 
 
+@pytest.mark.slow
 def test_mutation_rows_that_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 a matrix product of one row has a kernel of its own on every CPU that this was tried on."""
     whole = ExactExecutor._forward
@@ -248,6 +253,7 @@ def test_mutation_rows_that_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> N
         exact("llama", torch.float32, **SMALL)
 
 
+@pytest.mark.slow
 def test_mutation_entries_that_are_not_gathered_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The right entries of a path, in another order. In half precision such a difference is often rounded away."""
     whole = Part.of.__func__  # type: ignore[attr-defined]
@@ -266,6 +272,7 @@ def test_mutation_entries_that_are_not_gathered_in_order(monkeypatch: pytest.Mon
         exact("llama", torch.float32, **SMALL)
 
 
+@pytest.mark.slow
 def test_mutation_attention_that_sums_over_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The entries of rejected nodes and of other branches are masked, and lie between those of the path."""
 
@@ -286,6 +293,7 @@ def test_mutation_attention_that_sums_over_what_is_cached(monkeypatch: pytest.Mo
     assert differing(target, prompts_of((20, 100))) > 0
 
 
+@pytest.mark.slow
 def test_mutation_reuse_of_what_steps_have_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExactRow, "common", Row.common)
     with pytest.raises(AssertionError):

@@ -124,6 +124,7 @@ def test_check_finds_no_difference() -> None:
     assert not any(row.differences for row in report.drafters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "static", "why"),
     [

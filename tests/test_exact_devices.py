@@ -89,6 +89,7 @@ def test_a_torch_without_the_library_is_refused(restored: None) -> None:
     assert halves() == before
 
 
+@pytest.mark.slow
 def test_a_forward_is_computed_where_the_model_is() -> None:
     """On a simulated device, where an operation on tensors of two devices is an error."""
     model = BY_NAME["llama"].build(torch.bfloat16)

@@ -46,6 +46,7 @@ def test_the_measured_rows() -> None:
         assert sum(control["differing"] for control in controls) > 0
 
 
+@pytest.mark.slow
 def test_the_command_writes_every_case_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     keys = {("llama.cpp", "bf16", "mixtral", 0.3), ("Transformers", "bf16", "gpt_oss", 0.0)}

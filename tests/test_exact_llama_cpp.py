@@ -19,6 +19,7 @@ pytest.importorskip("gguf")
 import llama_cpp
 from gguf_architectures import BY_NAME, VOCABULARY
 from gguf_models import bundled
+from helpers import mostly_slow
 
 from leapahead import Engine, Request
 from leapahead.core.stop import StopParams
@@ -45,6 +46,7 @@ def target_of(kind: str) -> Any:
     return load(bundled(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_bits_of_each_family(name: str) -> None:
     """Windows, experts, learned positions and latent keys among them; three sequences in turns."""
@@ -54,7 +56,7 @@ def test_bits_of_each_family(name: str) -> None:
     assert differing(target, prompts_of((5, 60, 118), VOCABULARY - 1), batch=3) == 0
 
 
-@pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_k_m"])
+@pytest.mark.parametrize("kind", mostly_slow(["bf16", "q8_0", "q4_k_m"], "q8_0"))
 def test_bits_of_each_type(kind: str) -> None:
     """Behind the 256 cells at which llama.cpp reads more of its cache, too."""
     target = target_of(kind)
@@ -71,6 +73,7 @@ def test_bits_of_long_texts(kind: str) -> None:
             assert differing(target, prompts_of(lengths, 4000), batch=4, new=60, params=params) == 0
 
 
+@pytest.mark.slow
 def test_cells_of_a_text_are_not_taken_over_as_those_of_a_prompt() -> None:
     target = target_of("bf16")
     (first,) = prompts_of((100,), 4000)
@@ -84,6 +87,7 @@ def test_cells_of_a_text_are_not_taken_over_as_those_of_a_prompt() -> None:
     assert texts(target, Plain, [longer]) == again
 
 
+@pytest.mark.slow
 def test_samples_of_one_prompt_have_the_text_of_each_alone() -> None:
     assert_samples_are_those_of_each_alone(load(bundled("bf16"), n_seq_max=2), prompts_of((70,), 4000)[0])
 
@@ -120,6 +124,7 @@ def test_mutation_rows_that_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> N
         load(bundled("q8_0"))
 
 
+@pytest.mark.slow
 def test_mutation_sequences_that_share_the_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other sequences' cells lie between those of a sequence, at other places than when it is alone."""
     whole = exact_mode.Context

@@ -95,6 +95,7 @@ class Rows:
 # ----------------------------------------------------------------------------------------------------------- families
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", TREES)
 def test_every_family_is_its_two_halves(architecture: Architecture) -> None:
     """Each is tested when it is made, with drafts that were begun in part."""
@@ -103,6 +104,7 @@ def test_every_family_is_its_two_halves(architecture: Architecture) -> None:
     assert exit.info.capabilities >= {CHAIN, TREE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "deepseek_v3", "llama4"])
 def test_texts_of_a_family_are_plain_decoding_s(name: str) -> None:
     """Two in a batch, drafted by the first layer, trees."""
@@ -116,6 +118,7 @@ def test_texts_of_a_family_are_plain_decoding_s(name: str) -> None:
     assert all(each.stats.drafted_by["draft"] > 0 for each in together)
 
 
+@pytest.mark.slow
 def test_a_model_that_takes_chains_only_keeps_a_cache_for_its_draft() -> None:
     chains = next(each for each in ARCHITECTURES if each.expect == "chain" and each.name not in REFUSED)
     target = TransformersTarget(chains.build())
@@ -186,6 +189,7 @@ def test_chains_cost_each_half_a_row_a_node() -> None:
     assert (rows.first, rows.rest, rows.whole) == (4, 4, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sliding", [False, True], ids=["full", "sliding"])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_part_of_any_tree_may_be_begun(seed: int, sliding: bool) -> None:
@@ -323,6 +327,7 @@ def test_two_exits_are_refused(target: TransformersTarget) -> None:
     session.close()
 
 
+@pytest.mark.slow
 def test_exits_in_turns_do_not_disturb_each_other(target: TransformersTarget) -> None:
     """One process may compare them: texts of a batch with an exit each."""
     prompts, engine = (range(3, 9), range(9, 20)), Engine(target)

@@ -77,6 +77,7 @@ class Watched(Lookahead):
 # ----------------------------------------------------------------------------------------------- what is recorded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", drafters.ready())
 @pytest.mark.parametrize("sampling", mostly_slow([SamplingParams(), SAMPLED], SAMPLED), ids=["greedy", "sampled"])
 def test_the_text_is_the_one_that_generate_gives(loaded: Any, drafter: str, sampling: Any) -> None:

@@ -205,6 +205,7 @@ LLAMA_3_ROPE = {
 LONG = [(7 * place * place + 3) % 4096 for place in range(200)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "shard"),
     [
@@ -236,6 +237,7 @@ def test_the_old_way_to_write_a_rope(load: Any, tmp_path: Path) -> None:
     assert np.abs(load(written).logits(LONG) - logits(model, LONG)).max() < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float16])
 def test_bf16_is_bit_exact_or_rounded_to_nearest_even(tmp_path: Path, dtype: Any) -> None:
     model = random_llama(tmp_path, dtype=dtype)
@@ -369,6 +371,7 @@ ENDS = ("endoftext", "user")
 # ----------------------------------------------------------------------------------------------------------- kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, "f32", "q8_0", "q4_k_m"))
 def test_every_kind_loads_and_continues_the_text(load: Any, bundled: Any, bundled_files: Any, kind: str) -> None:
     """The float32 model finds the greedy continuation likely."""
@@ -396,6 +399,7 @@ def test_the_kinds_shrink(bundled_files: Any) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "hidden", "types", "fallbacks"),
     [

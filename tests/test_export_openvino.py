@@ -135,6 +135,7 @@ def greedy(folder: Path, count: int = 24) -> str:
 # ------------------------------------------------------------------------------------------------------- the folder
 
 
+@pytest.mark.slow
 def test_the_folder_has_the_model_and_all_files_of_its_tokenizer(folders: Any, tiny_folder: Path) -> None:
     written = folders("f32")
     names = {each.name for each in written.path.iterdir()}
@@ -456,6 +457,7 @@ LLAMA_3_ROPE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rope", "values"),
     [
@@ -515,6 +517,7 @@ def test_the_rotation_of_a_gguf_file_in_f16(values: dict[str, Any], tmp_path: Pa
     assert np.abs(logits(written.path, tokens, (1200,)) - expected).max() < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -536,6 +539,7 @@ def test_a_gguf_file_that_openvino_would_compute_as_another(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pre", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-2", "llama-bpe")), "qwen2"]
 )
@@ -570,6 +574,7 @@ def test_the_tokenizer_of_a_gguf_file(
         assert without.eos_token_ids == (0, 2080, 2081)
 
 
+@pytest.mark.slow
 def test_a_gguf_file_of_another_type_is_refused(gguf_file: Path, tmp_path: Path, leapahead: Any) -> None:
     pytest.importorskip("llama_cpp")
     from gguf_models import bundled

@@ -83,11 +83,13 @@ def test_the_import_pulls_in_no_backend() -> None:
     assert run_python(code).stdout == "set()\n"
 
 
+@pytest.mark.slow
 def test_without_torch_there_is_one_sentence() -> None:
     code = "import sys; sys.modules['torch'] = None; import leapahead; leapahead.LLM('some/model')"
     assert 'which is not installed: pip install "leapahead[transformers]"' in run_python(code).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("package", "engine"), [("llama_cpp", "auto"), ("openvino", "openvino")])
 def test_a_missing_file_is_named_before_a_missing_package(package: str, engine: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; from leapahead import LLM; LLM('no.gguf', engine={engine!r})"
@@ -612,6 +614,7 @@ def test_closing_releases_what_is_kept_of_earlier_prompts(tiny_folder: Path) -> 
     assert LLM(target, drafter="plain").generate([5, 6, 7, 8], max_new_tokens=3).stats.reused_tokens == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the draft model .* takes")
 @pytest.mark.parametrize("attribute", ["target.model", "target.executor.cache", "engine"])
 def test_a_model_is_freed_with_its_llm(tiny_folder: Path, attribute: str) -> None:
@@ -625,6 +628,7 @@ def test_a_model_is_freed_with_its_llm(tiny_folder: Path, attribute: str) -> Non
     assert is_freed(used, attribute)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("Transformers", marks=pytest.mark.slow), "GGUF"])
 def test_the_interpreter_ends_while_daemon_threads_decode(tiny_folder: Path, kind: str) -> None:
     """Python stops such threads wherever they are. Within a forward, or while the model was freed, that was a crash."""
@@ -787,20 +791,24 @@ thread.start(), inside.wait()
 @pytest.mark.parametrize(
     ("before", "call", "works"),
     [
-        ("", "text(llm)", True),
-        ("", "later(other)", True),
         (HELD, "text(llm)", True),
-        (HELD, "later(other)", True),
-        (DRIVEN, "text(LLM(ToyTarget()))", True),
-        (DRIVEN, "later(other)", True),
         (DRIVEN, "text(llm)", False),
-        (DRIVEN, "next(llm.stream([1, 2, 3]))", False),
-        (DRIVEN, "llm.engine.drafter('lookahead')", False),
-        (DRIVEN, "llm.close()", False),
-        (DRIVEN, "later(AsyncLLM(llm))", False),
-        (DRIVEN, "text(LLM(llm.target))", False),
-        (DRIVEN_LATER, "later(other)", False),
-        (DRIVEN_LATER, "text(other.llm)", False),
+        *mostly_slow(
+            [
+                ("", "text(llm)", True),
+                ("", "later(other)", True),
+                (HELD, "later(other)", True),
+                (DRIVEN, "text(LLM(ToyTarget()))", True),
+                (DRIVEN, "later(other)", True),
+                (DRIVEN, "next(llm.stream([1, 2, 3]))", False),
+                (DRIVEN, "llm.engine.drafter('lookahead')", False),
+                (DRIVEN, "llm.close()", False),
+                (DRIVEN, "later(AsyncLLM(llm))", False),
+                (DRIVEN, "text(LLM(llm.target))", False),
+                (DRIVEN_LATER, "later(other)", False),
+                (DRIVEN_LATER, "text(other.llm)", False),
+            ]
+        ),
     ],
 )
 def test_a_forked_child_works_or_refuses_what_another_thread_drove(before: str, call: str, works: bool) -> None:

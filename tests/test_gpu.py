@@ -303,6 +303,7 @@ def test_a_wrong_attention_is_not_timed(few_shapes: None, monkeypatch: pytest.Mo
         attention.measure(lab, Clock(9))
 
 
+@pytest.mark.slow
 def test_a_stand_in_built_in_memory_has_the_logits_of_its_source() -> None:
     source, _, _ = load_files(loading.bundled(), "float32", False)
     own = source.config

@@ -92,7 +92,7 @@ def state(grammars: Grammars, grammar: Grammar, tokens: list[int] | None = None)
 # Exactness
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", mostly_slow([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_every_drafter_gives_the_text_of_plain_decoding(llm: LLM, name: str, sampling: dict[str, Any]) -> None:
     options: dict[str, Any] = {"grammar": GRAMMARS[name], "max_new_tokens": 120, **sampling}
@@ -146,6 +146,7 @@ def tiny_bundled() -> LLM:
     return LLM()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the draft model")
 def test_draft_models_and_the_rejection_rule(tokenizer: Any) -> None:
     """The rejection rule keeps the distribution, so that only the form of its texts is known."""
@@ -229,6 +230,7 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
     return st.recursive(leaves, larger, max_leaves=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(schema=schemas(), seed=st.integers(0, 1000), compact=st.booleans())
 def test_json_of_any_schema_is_valid_and_exact(llm: LLM, schema: dict[str, Any], seed: int, compact: bool) -> None:
@@ -303,6 +305,7 @@ def test_grammars_in_which_llguidance_does_not_go_back(grammars: Grammars, token
     assert not followed.problem
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data())
 def test_masks_do_not_depend_on_the_branches_before(grammars: Grammars, data: Any) -> None:
@@ -571,6 +574,7 @@ def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
     assert isinstance(one, CompiledGrammar)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["llama.cpp", pytest.param("openvino", marks=pytest.mark.slow)])
 def test_other_engines(engine: str, tmp_path: Path) -> None:
     from leapahead.models import loading
@@ -604,6 +608,7 @@ def test_other_engines(engine: str, tmp_path: Path) -> None:
 # Transformers' generate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["auto", "lookahead"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_generate_of_transformers_under_a_grammar(tiny_model: Any, tokenizer: Any, drafter: str, rows: int) -> None:

@@ -103,6 +103,7 @@ def test_a_few_large_trees_have_blocks_of_their_own() -> None:
     assert [len(grouped.Packing.of(sizes, torch.device("cpu")).blocks) for sizes in ([3, 4, 3], [2, 1])] == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mistral"])
 def test_only_the_nodes_of_a_batch_go_through_the_model(name: str) -> None:
     """Trees of different sizes, over sequences of different lengths, in an order that is not the cache's."""

@@ -98,6 +98,7 @@ def whole(target: Target, tokens: list[int], tree: TokenTree) -> np.ndarray[Any,
         return rows(target.step([session], [tree])[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_a_tree_that_grows_has_the_logits_of_one_that_is_there_at_once(target: Target, seed: int) -> None:
     rng = random.Random(seed)
@@ -121,6 +122,7 @@ def test_a_tree_that_grows_has_the_logits_of_one_that_is_there_at_once(target: T
             session.commit(Verdict(tuple(path), (*said, rng.randrange(1, min(target.info.vocab_size, 60))), len(said)))
 
 
+@pytest.mark.slow
 def test_sessions_that_grow_together_do_not_disturb_each_other(target: Target) -> None:
     rng = random.Random(7)
     prompts = [PROMPT, [*PROMPT, 2, 7, 1, 8], PROMPT[:3]]

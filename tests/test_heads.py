@@ -55,6 +55,7 @@ def worst(found: list[heads.Computed], model: Any, head: Head, kind: str, ids: n
     return heads.worst(found, model, head.module, heads.LAYERS[kind], ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, *FAST))
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 1.0])
 def test_candidates_are_those_of_a_full_recomputation(
@@ -73,6 +74,7 @@ def test_candidates_are_those_of_a_full_recomputation(
     assert worst(found, exact_model, head, kind) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes"), [("eagle3", {1, 2, 4, 8, 16, 128}), ("peagle", {1, 128}), ("dflash", {1, 128}), ("medusa", {1})]
 )
@@ -90,6 +92,7 @@ def test_what_reading_a_prompt_takes_is_measured(
     assert [turn for turn, each in enumerate(rounds) if 128 in each] == ([1, 4, 7, 10] if 128 in sizes else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "norms_heads"])
 def test_variants_of_eagle3(
     variant: str, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -192,6 +195,7 @@ def test_sliding_attention_of_eagle_and_impossible_masks_are_refused(
         )
 
 
+@pytest.mark.slow
 def test_a_head_may_know_a_part_of_the_vocabulary(
     exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +247,7 @@ def test_the_usual_mistakes_are_found(
     assert worst(found, exact_model, head, "eagle3", 2 * np.arange(100)) > 1e-3
 
 
+@pytest.mark.slow
 def test_states_before_the_final_norm_are_found(
     exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +268,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 EVERY = [(kind, name) for kind in KINDS for name in OPTIONS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
     mostly_slow(EVERY, *((kind, "nodes") for kind in FAST), ("eagle3", "depth"), ("eagle3", "planned")),
@@ -283,6 +289,7 @@ def test_no_text_changes(
     assert any(text.stats.drafted for some in found for text in some) or "nodes" not in options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAST)
 def test_a_head_drafts_outside_of_inference_mode_what_was_begun_in_it(
     kind: str, tiny_model: Any, tokenizer: Any, tmp_path: Path
@@ -307,6 +314,7 @@ def test_long_prompts_are_read_in_chunks(
     assert worst(found, exact_model, head, "eagle3") < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, *FAST))
 def test_the_beginning_of_a_prompt_is_not_read_again(
     kind: str, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -616,6 +624,7 @@ def test_eagle_uses_the_layers_of_its_target(tiny_model: Any, tokenizer: Any, tm
 SHORT = "--max-new-tokens 8 --head HEAD"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -636,6 +645,7 @@ def test_commands_take_a_head(
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", mostly_slow([0.0, 1.0], 1.0))
 def test_the_bundled_head(temperature: float) -> None:
     prompt = 'def add(a, b):\n    """Return the sum of a and b."""\n'

@@ -212,6 +212,7 @@ def selected(w: Any, logits: Any, state: Any, before: int) -> torch.Tensor:
 SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "decoder", "free"),
     [("dflash", {}, False), ("dflash2", {}, True), ("dflash", SLIDING, True), ("dflash", SLIDING, False)],
@@ -418,6 +419,7 @@ def test_a_new_dflash2_is_a_dflash() -> None:
     torch.testing.assert_close(found.one(states, block), other.one(expected, block))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_dflash_in_its_own_form(
     is_causal: bool, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: Any

@@ -141,7 +141,7 @@ def eos(llama: Any) -> int:
 # ------------------------------------------------------------------------------------------------------------- greedy
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", mostly_slow(DRAFTERS, *DRAFTERS[:4]))
 def test_greedy_text_is_that_of_transformers(llama: Any, eos: int, drafter: str) -> None:
     stats: list[Stats] = []
     for inputs, options in [(SINGLE, {}), (BATCH, {"eos_token_id": [eos, 5], "pad_token_id": 2})]:
@@ -187,6 +187,7 @@ def test_the_default_is_auto(llama: Any) -> None:
     assert run(llama, BATCH).tolist() == text.tolist()
 
 
+@pytest.mark.slow
 def test_models_without_trees_refuse_by_name() -> None:
     """A recurrent state cannot discard rejected tokens; gpt_neo's attention can be given chains only."""
     mamba, neo = tiny("mamba"), tiny("gpt_neo")
@@ -211,6 +212,7 @@ def test_padding_is_inferred_as_in_transformers(llama: Any) -> None:
     assert ours(llama, {**BATCH, "position_ids": positions}).tolist() == theirs(llama, BATCH).tolist()
 
 
+@pytest.mark.slow
 def test_float64_chooses_in_float32_like_transformers() -> None:
     model = tiny("llama").double()
     first = int(theirs(model, SINGLE)[0, SINGLE["input_ids"].shape[1]])
@@ -295,8 +297,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "renormalize_logits": True,
     },
 }
-SOME_PROCESSORS = ("repetition_penalty", "encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "several")
-SOME_PROCESSORS += ("watermarking_config", "prefix_allowed_tokens_fn", "own", "in place")
+SOME_PROCESSORS = ("repetition_penalty", "bad_words_ids", "several", "own")
 
 
 @pytest.mark.parametrize("name", mostly_slow(PROCESSORS, *SOME_PROCESSORS))
@@ -336,6 +337,7 @@ WARPERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", mostly_slow(WARPERS, *WARPERS[::3]), ids=lambda options: "-".join(options))
 def test_sampled_text_and_its_scores(llama: Any, options: dict[str, Any]) -> None:
     """The text is that of plain decoding; scores and logits are those of Transformers after the same prefixes."""
@@ -364,7 +366,7 @@ def test_every_temperature_counts_once(llama: Any) -> None:
     assert one.tolist() == several.tolist()
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS[1:])
+@pytest.mark.parametrize("drafter", mostly_slow(DRAFTERS[1:], *DRAFTERS[1:4]))
 def test_sampled_text_is_the_same_for_every_drafter(llama: Any, drafter: str) -> None:
     options = {"do_sample": True, "eos_token_id": 11, "top_k": 20, "temperature": 0.8, "repetition_penalty": 1.2}
     for inputs, seed in [(SINGLE, 3), (BATCH, 4)]:
@@ -471,7 +473,7 @@ class StopAtScore(StoppingCriteria):
         return (best[-1] >= best.amax(dim=0)) & (torch.tensor(len(scores)) > 4)
 
 
-@pytest.mark.parametrize("has_eos", [False, True], ids=["without eos", "with eos"])
+@pytest.mark.parametrize("has_eos", mostly_slow([False, True], True), ids=["without eos", "with eos"])
 @pytest.mark.parametrize("inputs", [SINGLE, BATCH, padded(6, 3, 5, 8, 2, seed=9)], ids=["single", "batch", "five"])
 def test_criteria_are_called_after_every_token(llama: Any, inputs: dict[str, Any], has_eos: bool) -> None:
     """Without an EOS criterion Transformers lets rows that have ended go on until all have."""
@@ -531,6 +533,7 @@ def test_a_prediction_as_text_is_encoded_by_the_given_tokenizer(llama: Any, toke
     assert stats[0].accepted == stats[2].accepted > 0 == stats[3].accepted
 
 
+@pytest.mark.slow
 def test_stop_strings_at_every_offset(llama: Any, tokenizer: Any) -> None:
     """Strings that begin in one token and end inside another: half of them escape Transformers' assisted decoding."""
     inputs, options = encoded(tokenizer, "the cat"), only_text(tokenizer)
@@ -808,6 +811,7 @@ def test_every_option_of_a_built_in_drafter_is_a_keyword() -> None:
     assert not keywords & set(vars(GenerationConfig()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
 def test_without_torch_one_sentence_says_what_to_install(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import leapahead; leapahead.hf"
@@ -842,6 +846,7 @@ def test_the_model_s_own_first_layers_draft(llama: Any) -> None:
     assert all(each.drafter["draft"]["forwards"] > 0 for each in stats)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT uses it
 def test_peft_adapters() -> None:
     """Adapters of the layers work, and may be changed between calls; what cannot be honoured is refused by name."""
@@ -874,6 +879,7 @@ def test_peft_adapters() -> None:
             call(prompt_tuned, BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT uses it
 @pytest.mark.filterwarnings("ignore:Unsupported layer type .*RMSNorm")
 @pytest.mark.parametrize("kind", ["IA3Config", "LNTuningConfig", "VeraConfig", "OFTConfig"])
@@ -889,6 +895,7 @@ def test_peft_adapters_of_other_kinds(kind: str) -> None:
     assert ours(model, BATCH, "lookahead").tolist() == theirs(model, BATCH).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
 def test_text_of_a_model_that_takes_images(name: str) -> None:
     """Transformers gives it the encoders' outputs, none for text; Qwen2-VL gets four positions of each token."""
@@ -927,6 +934,7 @@ def test_quantised_models() -> None:
 # ------------------------------------------------------------------------------------- what is kept between two calls
 
 
+@pytest.mark.slow
 def test_the_drafter_cache_is_kept_between_calls() -> None:
     """By default with the model; with False nothing is kept; a user's own cache may be shared and saved."""
     model, own = tiny("llama"), DrafterCache()
@@ -956,6 +964,7 @@ def test_a_drafter_cache_can_be_saved(llama: Any, tmp_path: Path) -> None:
     assert sum(each.accepted for each in stats) > 30
 
 
+@pytest.mark.slow
 def test_everything_is_released_with_the_model() -> None:
     model = tiny("llama")
     for options in [{}, FIRST_LAYERS, {**FIRST_LAYERS, "draft": "self:skip=1"}]:
@@ -980,6 +989,7 @@ def test_the_kv_cache_is_released_after_every_call(llama: Any) -> None:
     assert tensors() <= before + 100 < during[0]
 
 
+@pytest.mark.slow
 def test_weights_modules_dtype_and_attention_may_change() -> None:
     model = tiny("llama")
 

@@ -999,6 +999,7 @@ for turn in range(80):
 """
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_file_never_break_it() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(own)], env=environment) for own in (1, 2, 3)]

@@ -74,6 +74,7 @@ def zeroed(model: Any, *modules: str) -> Any:
 # ----------------------------------------------------------------------------------------------------------- families
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", FIT)
 def test_leaving_out_is_adding_nothing(architecture: Architecture) -> None:
     """Of layer 0 and of layer 1, attention, MLP or both; nothing else of the model changes."""
@@ -107,6 +108,7 @@ def test_what_cannot_be_cut_is_refused_by_name(name: str) -> None:
         without(target, Skip.parse("0"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITHOUT_PARTS)
 def test_a_state_that_cannot_forget_is_refused(name: str) -> None:
     with pytest.raises(Refused, match=WITHOUT_PARTS[name]):
@@ -134,6 +136,7 @@ def test_layers_that_do_more_are_refused() -> None:
 # -------------------------------------------------------------------------------------------------------------- views
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "skip"),
     [*(("llama", skip) for skip in ("0", "0-3a", "0-3m", "0-3", "0a,1m,2")), ("ministral", "3"), ("ministral", "1-2")],
@@ -221,6 +224,7 @@ def half(name: str, **options: Any) -> TransformersTarget:
     return TransformersTarget(built.build(torch.bfloat16), name="this model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama_mqa", "opt", "bloom", "phi3"])
 def test_int8_is_nearly_the_model(name: str) -> None:
     """Plain, with tied embeddings, with biases, for chains only, with joined matrices."""
@@ -249,6 +253,7 @@ def test_layers_that_the_kernel_cannot_read_stay() -> None:
     assert type(mlp.down_proj) is torch.nn.Linear
 
 
+@pytest.mark.slow
 def test_int8_refuses(target: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refused, match="is float32 on cpu"):
         int8(target)
@@ -313,6 +318,7 @@ def idle() -> TransformersTarget:
     return TransformersTarget(zeroed(model, *(f"model.layers.{name}" for name in idle)), name="idle")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("even")
 def test_the_search_finds_what_does_nothing(idle: TransformersTarget) -> None:
     seen: list[tuple[int, Found]] = []
@@ -329,6 +335,7 @@ def test_the_search_finds_what_does_nothing(idle: TransformersTarget) -> None:
     assert (found.length, found.trials) == (16, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("even")
 def test_a_seed_gives_one_result(idle: TransformersTarget) -> None:
     assert search(idle, PROMPTS, 12, 3, new=8) == search(idle, PROMPTS, 12, 3, new=8)

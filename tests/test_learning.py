@@ -67,6 +67,7 @@ def test_nothing_is_learned_by_default() -> None:
         assert "learning" not in results[0].stats.drafter
 
 
+@pytest.mark.slow
 def test_the_target_does_not_change() -> None:
     with chain_llm(learn=2, learn_rate=1e-2) as llm:
         target: Any = llm.target
@@ -134,6 +135,7 @@ def test_the_memory_is_bounded() -> None:
     assert (buffer.tokens, buffer.nbytes) == (0, 0)
 
 
+@pytest.mark.slow
 def test_what_was_learned_is_saved_when_the_engine_is_closed(tmp_path: Path) -> None:
     folder = tmp_path / "learned"
     llm = chain_llm(learn=4, learn_rate=1e-2, learned=str(folder))
@@ -175,6 +177,7 @@ def test_a_folder_that_would_be_lost_or_cannot_be_written_is_refused_first(
     assert [each.name for each in tmp_path.rglob("*")] == ["head", "config.json"]
 
 
+@pytest.mark.slow
 def test_a_file_that_comes_in_between_is_named(tmp_path: Path) -> None:
     llm = chain_llm(learn=4, learn_rate=1e-2, learned=str(tmp_path / "learned"))
     llm.generate(PROMPTS, max_new_tokens=16)
@@ -183,6 +186,7 @@ def test_a_file_that_comes_in_between_is_named(tmp_path: Path) -> None:
         llm.close()
 
 
+@pytest.mark.slow
 def test_the_folder_stays_when_the_working_directory_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other" / "learned").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -194,6 +198,7 @@ def test_the_folder_stays_when_the_working_directory_changes(tmp_path: Path, mon
     assert not any((tmp_path / "other" / "learned").iterdir())
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_folder_as_it_was_and_a_repetition_is_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +229,7 @@ def test_shards_of_an_earlier_model_are_removed(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_filled_in_between_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     llm = chain_llm(learn=4, learn_rate=1e-2, learned="~/learned")
@@ -235,6 +241,7 @@ def test_a_folder_that_was_filled_in_between_is_not_replaced(tmp_path: Path, mon
     assert (tmp_path / "learned" / "config.json").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_requests_of_several_threads_learn_together() -> None:
     with chain_llm(learn=2, learn_rate=1e-3) as llm:
         expected = [result.tokens for result in llm.generate(PROMPTS, max_new_tokens=12, drafter="plain")]
@@ -255,6 +262,7 @@ def failing(texts: Any) -> Any:
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nand more")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [

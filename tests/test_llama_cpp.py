@@ -345,6 +345,7 @@ def test_threads_share_a_target(target: LlamaCppTarget) -> None:
     assert found == [llm.generate(prompt, max_new_tokens=20, drafter="plain").tokens for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_prompts_wait_for_room_in_the_cache(target: LlamaCppTarget) -> None:
     llm = LLM(load(n_ctx=256), drafter="lookahead", max_batch=8)
     prompts = [list(range(10 * i + 1, 10 * i + 21)) for i in range(9)]
@@ -439,6 +440,7 @@ def test_a_full_cache_is_refused_before_anything_is_lost(target: LlamaCppTarget)
         session.commit(Verdict((0,), (token,), 0))
 
 
+@pytest.mark.slow
 def test_the_last_cell_is_used_and_drafts_shrink_before_it() -> None:
     target = load(n_ctx=256)
     stop = StopParams(max_new_tokens=1000)
@@ -825,6 +827,7 @@ SPM = {  # a vocabulary of SentencePiece
 WITHOUT_41 = ["<byte>" if token == "<0x41>" else token for token in SPM["tokenizer.ggml.tokens"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -925,6 +928,7 @@ def test_a_signal_during_a_load_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> 
     load()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "context"])
 def test_what_was_loaded_before_an_interrupt_is_freed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, free = {
@@ -1000,6 +1004,7 @@ def test_chat_by_the_template_of_the_file() -> None:
     assert result.stdout.strip()
 
 
+@pytest.mark.slow
 def test_check_from_a_file() -> None:
     words = ("check", "-m", str(gguf_models.bundled("f32")), "--threads", "1", "--limit", "2", "--max-new-tokens", "16")
     result = invoke(*words, "--json")
@@ -1019,6 +1024,7 @@ def test_errors_on_the_command_line(tmp_path: Path) -> None:
         assert message in result.output
 
 
+@pytest.mark.slow
 def test_a_tie_is_judged_where_two_such_sequences_do_not_fit() -> None:
     """A prompt of more than half the cache: the sequence in question leaves, and the ways are computed without it."""
     loaded = loading.load(gguf_models.bundled("q8_0"), n_threads=1, n_ctx=256)

@@ -160,6 +160,7 @@ def test_plain_text_in_a_batch(name: str, mode: str) -> None:
         assert texts(target, [None] * 3, MODES[mode], max_batch) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prefix_is_reused(name: str) -> None:
     """More behind the same prompt, and another end of it; a state goes back to the end of a prompt only."""
@@ -176,6 +177,7 @@ def test_a_prefix_is_reused(name: str) -> None:
         assert found.stats.reused_tokens == (of_a_state if stateful else common(PROMPTS[0], prompt[:-1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_that_has_left_the_cache_comes_back(name: str) -> None:
     """Its keys, values and states lie in the machine's memory meanwhile; not with a window, which a copy leaves out."""
@@ -244,6 +246,7 @@ def test_forks_have_the_text_of_their_own(name: str) -> None:
 # ---------------------------------------------------------------------------------------------------- attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_text_of_made_drafts(name: str, mode: str) -> None:
@@ -325,6 +328,7 @@ def test_what_is_no_causal_model_is_refused_by_name(make: Callable[[Path], Maker
         LLM(path, n_threads=1)
 
 
+@pytest.mark.slow
 def test_a_file_without_a_vocabulary_does_not_end_the_process() -> None:
     program = """
 import sys

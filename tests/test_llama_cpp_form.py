@@ -98,6 +98,7 @@ def test_layers_for_a_gpu_that_llama_cpp_cannot_use_are_told(monkeypatch: pytest
         loaded(n_gpu_layers=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["-q"], ["--json"], ["--no-stream"]])
 def test_a_text_that_the_context_ends_is_told(more: list[str]) -> None:
     command = ["generate", "-m", str(gguf_models.llama()), "-c", "256", "--threads", "1", "-d", "plain", "--ignore-eos"]

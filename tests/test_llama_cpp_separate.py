@@ -167,6 +167,7 @@ def test_earlier_texts_are_kept(target: SeparateLlamaCppTarget) -> None:
         session.close()
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_plain_decoding(target: SeparateLlamaCppTarget) -> None:
     """Sequences join and leave; some have predictions that are right in part; some are cancelled; samples of one."""
     plain = LLM(unified(), drafter="plain")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from helpers import GREEDY, Oracle, SequenceDrafter, attached, fit, run
+from helpers import GREEDY, Oracle, SequenceDrafter, attached, fit, mostly_slow, run
 
 from leapahead import LLM, Engine, Request, drafters
 from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
@@ -133,7 +133,7 @@ def test_tokens_that_are_read_again_take_the_cells_of_earlier_texts() -> None:
 # ---------------------------------------------------------------------------------------------------- texts
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, "sampled"))
 @pytest.mark.parametrize("name", NAMES)
 def test_text_of_chains(name: str, mode: str) -> None:
     """Greedy and seeded, one and four at a time, in 200 tokens each; in 60 in the fast tests."""
@@ -155,6 +155,7 @@ def test_text_of_chains_over_long_texts(name: str, mode: str) -> None:
             assert texts(target, drafter, mode, expected, batch) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("n_seq_max", [1, 5])
 def test_text_of_chains_where_ids_are_few(name: str, n_seq_max: int) -> None:
@@ -194,6 +195,7 @@ def test_drafters_of_trees_are_refused_by_name() -> None:
     assert {"prompt_lookup", "jacobi", "suffix", "auto"} <= set(drafters.ready())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["jamba", "mamba"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_hybrid_drafts_for_others(name: str, mode: str) -> None:
@@ -270,6 +272,7 @@ def test_the_replay_is_bounded() -> None:
 # ---------------------------------------------------------------------------------------------------- prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("drafter", ["plain", "auto"])
 def test_a_conversation_is_not_read_again(name: str, drafter: str) -> None:
@@ -324,6 +327,7 @@ def test_kept_states_give_way() -> None:
     assert [c.llama_memory_seq_pos_max(target.context.memory, i) for i in range(4)] == [-1] * 4
 
 
+@pytest.mark.slow
 def test_states_take_their_share_of_the_cells() -> None:
     """Those of a hybrid's attention; what is kept for later makes room, and shared cells are counted once."""
     target = load("jamba", n_ctx=256)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import mostly_slow
 
 from leapahead import LLM
 from leapahead.core.bias import LogitBias
@@ -23,7 +24,7 @@ def test_it_is_added_to_the_logits_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "lookahead", "recycling", "auto"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", mostly_slow([0.0, 1.0], 1.0))
 def test_the_text_is_that_of_plain_decoding(drafter: str, temperature: float) -> None:
     options: Any = {"max_new_tokens": 60, "temperature": temperature, "seed": 3, "logit_bias": {2: -50.0, 5: 1.5}}
     with LLM(ToyTarget(), drafter="plain") as plain, LLM(ToyTarget(), drafter=drafter) as drafting:

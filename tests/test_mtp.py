@@ -62,6 +62,7 @@ def plain(target: Any, **options: Any) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------------- the candidates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "modules", "options"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (index >= SLOW)) for index, case in enumerate(CASES)],
@@ -81,6 +82,7 @@ def test_candidates_are_those_of_a_full_recomputation(
     assert mtp.worst(found, target.model) < (1e-3 if name.startswith("qwen") else MOST_ERROR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "modules"),
     [
@@ -119,6 +121,7 @@ def test_chains_are_those_of_transformers(
     assert compared > 20 * modules
 
 
+@pytest.mark.slow
 def test_long_prompts_are_read_in_chunks(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leapahead.drafters.sources.head.CHUNK", 3)
     target, found = models("glm4_moe", 3), heads.recording(monkeypatch)
@@ -126,6 +129,7 @@ def test_long_prompts_are_read_in_chunks(models: Any, monkeypatch: pytest.Monkey
     assert mtp.worst(found, target.model) < MOST_ERROR
 
 
+@pytest.mark.slow
 def test_the_beginning_of_a_prompt_is_not_read_again(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target, found = models("glm4_moe", 3), heads.recording(monkeypatch)
     llm = LLM(target, drafter="head", head="mtp", depth=3, nodes=6, drafter_cache=False)
@@ -143,6 +147,7 @@ def test_the_beginning_of_a_prompt_is_not_read_again(models: Any, monkeypatch: p
 # ------------------------------------------------------------------------------------------------------ the texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_text_changes_in_auto_with_penalties(temperature: float, models: Any) -> None:
     target = models("glm4_moe", 3)
@@ -253,6 +258,7 @@ def expected(model: Any, layer: Any, computed: heads.Computed) -> Any:
     return model.get_output_embeddings()(found[0, -1]).numpy()
 
 
+@pytest.mark.slow
 def test_the_format_of_speculators(
     tiny_folder: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

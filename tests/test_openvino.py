@@ -191,6 +191,7 @@ def test_a_prompt_that_begins_like_another_reads_the_rest(target: OpenVinoTarget
     again.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "held"), [(1, 0), (3, 2), (4, 2), (7, 1), (9, 0)])
 def test_plain_steps_after_a_draft_keep_its_rows_for_a_while_where_the_model_is_compiled_once(
     exported: Path, reference: Reference, nodes: int, held: int
@@ -210,6 +211,7 @@ def test_plain_steps_after_a_draft_keep_its_rows_for_a_while_where_the_model_is_
     assert rows == [drafted, *[drafted] * held, *[1] * (7 - held)]
 
 
+@pytest.mark.slow
 def test_each_copy_computes_steps_of_one_size_over_the_same_cache(exported: Path, reference: Reference) -> None:
     target, tokens = folder.load(exported, OpenVinoOptions(n_threads=1, copies=3)), text(90)
     assert isinstance(target.model, PagedModel)
@@ -519,6 +521,7 @@ def half(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(place / "model", place / "exported", "bf16").path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4])
 def test_exact_mode_gives_the_same_bits(half: Path, batch: int) -> None:
     target = folder.load(half, OpenVinoOptions(n_threads=1), exact=True)
@@ -530,6 +533,7 @@ def test_exact_mode_gives_the_same_bits(half: Path, batch: int) -> None:
         target.step([opened(target, [1, 2])], [TokenTree([2, 3, 4], [-1, 0, 0])])
 
 
+@pytest.mark.slow
 def test_mutation_single_tokens_that_are_not_padded(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpenVinoTarget, "_padded", lambda self, part: part)
     with pytest.raises(Refused, match="not those of plain decoding bit for bit"):
@@ -691,6 +695,7 @@ def test_a_model_is_freed_with_its_llm(exported: Path) -> None:
     assert is_freed(used, "target.model")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only there OpenVINO sets stacks for signal handlers")
 @pytest.mark.parametrize("freed", ["by another thread", "in the order of creation"])
 def test_an_interrupt_after_a_model_was_freed(exported: Path, freed: str) -> None:

@@ -91,6 +91,7 @@ def after(target: Any, session: Any) -> Any:
     return target.step([session], [TokenTree.root(session.tokens[-1])])[0].logits[0]
 
 
+@pytest.mark.slow
 def test_it_is_decoded_by_chains(target: Any) -> None:
     assert isinstance(target.model, StatefulModel)
     assert CHAIN in target.info.capabilities

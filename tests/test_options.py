@@ -70,6 +70,7 @@ def test_every_drafter_with_nodes_is_tested() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", mostly_slow([GREEDY, WARM], WARM), ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", [*FIXING, *DRAFTED])
 @pytest.mark.parametrize("nodes", [1, 20])
@@ -89,6 +90,7 @@ def test_so_many_nodes_are_drafted(
         assert early.count(nodes) >= 0.5 * len(early)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", mostly_slow([GREEDY, WARM], WARM), ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", [*FIXING, *DRAFTED])
 def test_with_a_fixed_number_of_nodes_time_decides_nothing(
@@ -119,6 +121,7 @@ def test_a_draft_model_that_is_too_slow_drafts_its_nodes_too(params: SamplingPar
     assert all((step.tree.depths[-1] == len(step.tree) - 1) or not chain for step in done.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
 def test_fixed_nodes_are_as_good_as_nodes_of_a_fixed_number_of_forwards(params: SamplingParams) -> None:
     """And need fewer forwards for it, since they end where further ones bring nothing likely."""

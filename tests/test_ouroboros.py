@@ -139,6 +139,7 @@ def test_phrases_go_on_from_text_to_text() -> None:
     assert (pool.peek(1), pool.peek(9)) == ((2, 3), None)
 
 
+@pytest.mark.slow
 @SAMPLINGS
 @pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ def test_rows_of_the_mask_begin_where_the_efficient_kernel_needs_it(cells: int) 
     assert torch.equal(numbers == 0, mask.repeat(1, 1, 2, 1))
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"s_aux": torch.ones(4, dtype=torch.float64)}])
 def test_recorded_on_one_tree_it_is_right_on_others(forward: Attention, options: dict[str, Any]) -> None:

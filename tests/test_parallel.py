@@ -94,6 +94,7 @@ def toys(request: pytest.FixtureRequest) -> Iterator[ParallelTarget]:
         yield target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params", mostly_slow([GREEDY, SAMPLED, PENALISED], PENALISED), ids=["greedy", "sampled", "penalised"]
 )
@@ -140,6 +141,7 @@ def test_a_device_computes_what_it_lacks_again(toys: ParallelTarget) -> None:
     session.close()
 
 
+@pytest.mark.slow
 def test_batches_of_samples_with_logprobs(toys: ParallelTarget) -> None:
     """Requests join and leave; logits are gathered for the log-probabilities."""
 

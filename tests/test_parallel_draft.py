@@ -57,6 +57,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "options",

@@ -49,6 +49,7 @@ def made(target: Any, texts: list[Text], path: Path, model: Any = None, **more: 
     return own, Training(own, order, own.batch, settings, path, own.batch(texts[:4]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_the_loss_is_that_of_every_chain_of_masks_alone(
     divergence: str, target: Any, texts: list[Text], tmp_path: Path
@@ -91,6 +92,7 @@ def test_later_masks_are_kept_at_fewer_places(target: Any, tmp_path: Path) -> No
     assert [node for node, _ in other.probes] != places
 
 
+@pytest.mark.slow
 def test_the_mask_is_a_token_that_no_text_has(texts: list[Text]) -> None:
     student = Student(small_model(), None, torch.float32, "small")
     used = {token for text in texts for token in text.tokens}
@@ -102,6 +104,7 @@ def test_the_mask_is_a_token_that_no_text_has(texts: list[Text]) -> None:
     assert pard.mask_token(student, [Text(0, [5], [5])], ()) == 5
 
 
+@pytest.mark.slow
 def test_a_resumed_training_is_the_same(target: Any, texts: list[Text], tmp_path: Path) -> None:
     given: dict[str, Any] = {"steps": 4, "accumulate": 2, "on_policy": 0.5}
     whole, training = made(target, texts, tmp_path / "whole", **given)

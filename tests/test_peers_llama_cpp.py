@@ -230,6 +230,7 @@ def test_a_text_whose_end_was_lost_is_made_again(fake: Fake, entry: peers.Entry,
 # ------------------------------------------------------------------------------------------------------ failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
@@ -258,6 +259,7 @@ def test_a_program_that_does_not_end(
         ran(fake, entry, setting)
 
 
+@pytest.mark.slow
 def test_another_program_s_counters_are_not_taken(fake: Fake, entry: peers.Entry, setting: Setting) -> None:
     with pytest.raises(LeapaheadError, match="did not print its counter W"):
         ran(fake, entry, setting, "llama-lookahead")

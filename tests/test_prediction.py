@@ -113,6 +113,7 @@ def test_targets_of_chains_are_served(plain: list[int]) -> None:
     assert predicted(chains, [*plain[:50], 7, *plain[51:]]).tokens == plain
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 11), max_size=40))
 def test_any_prediction_gives_plain_text(prediction: list[int]) -> None:
@@ -290,6 +291,7 @@ def test_a_drafter_that_makes_no_use_of_it_is_refused(target: ToyTarget, drafter
 # --------------------------------------------------------------------------------------------------- command line
 
 
+@pytest.mark.slow
 def test_generate_with_a_prediction_of_text(tmp_path: Path) -> None:
     """With the bundled model. The predicted text is tokenised by itself, so its tokens may differ at its ends."""
     prompt = "def add(a, b):"

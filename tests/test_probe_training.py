@@ -46,6 +46,7 @@ def made(kind: str, texts: list[Text], path: Path, **more: Any) -> tuple[ProbeRe
     return own, Training(own, order, own.batch, settings, path), target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pass", "space"])
 def test_the_loss_is_that_of_every_group_alone(kind: str, texts: list[Text], tmp_path: Path) -> None:
     """Without a tree: the text up to a place with the probes behind it, beside the text's own predictions."""
@@ -119,6 +120,7 @@ def test_space_predicts_more_than_pass_and_its_texts_are_its_own(texts: list[Tex
     assert lengths["space"] > lengths["pass"] + 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("pass", marks=pytest.mark.slow), "space"])
 def test_a_resumed_training_is_the_same(kind: str, texts: list[Text], tmp_path: Path) -> None:
     given: dict[str, Any] = {"steps": 4, "accumulate": 2, "groups": 3}

@@ -122,6 +122,7 @@ def worst(found: list[Computed], model: Any, kind: str) -> float:
     return float(max(errors))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=SLOW)])
 def test_candidates_are_those_of_a_full_recomputation(
@@ -174,6 +175,7 @@ def group_of_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ProbeSource, "observe", mutated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [wrong_positions, no_chains, group_of_the_root])
 def test_wrong_rows_are_found(
     mutation: Callable[[pytest.MonkeyPatch], None],
@@ -217,6 +219,7 @@ def kept_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CachedState, "commit", mutated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", [accepted_probe, kept_row])
 def test_an_accepted_probe_is_found(
     mutation: Callable[[pytest.MonkeyPatch], None],
@@ -237,6 +240,7 @@ def test_an_accepted_probe_is_found(
 # ------------------------------------------------------------------------------------------------------- the text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "options",
@@ -317,6 +321,7 @@ def test_nothing_lies_behind_the_end_of_the_context(tmp_path: Path) -> None:
         assert len(found.tokens) == min(new, 24 - length)
 
 
+@pytest.mark.slow
 def test_probes_draft_beside_heads_and_early_exits(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
     import heads
 
@@ -329,6 +334,7 @@ def test_probes_draft_beside_heads_and_early_exits(tiny_model: Any, tokenizer: A
     assert {"pass", "pass2", "space", "medusa", "draft"} <= found[0].stats.drafter.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "is_used"), [({1: 1.0, 64: 1.01}, True), ({1: 1.0, 2: 5.0, 64: 300.0}, False)])
 def test_groups_ride_where_they_pay(seconds: dict[int, float], is_used: bool, tiny_model: Any, tmp_path: Path) -> None:
     target = LLM(tiny_model).target

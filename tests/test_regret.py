@@ -21,12 +21,14 @@ def regret(outcomes: list[Outcome]) -> float:
     return mean(each.regret for each in outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", STARTS)
 def test_where_drafts_are_useless_little_is_lost_whatever_the_profile_says(start: str) -> None:
     found = [run(Case(start, "llama.cpp", "useless"), seed) for seed in range(2)]
     assert regret(found) < ALLOWED + 0.03 * mean(each.plain for each in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", STARTS)
 def test_what_the_right_profile_gains_is_gained_from_every_start(start: str) -> None:
     case = Case(start, "cheap", "good")
@@ -41,6 +43,7 @@ def test_five_times_a_plain_step_for_every_size_up_to_sixteen_is_not_believed() 
     assert regret(found) < ALLOWED + 0.03 * mean(each.plain for each in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", ["stretches", "interruptions"])
 def test_load_that_comes_and_goes_costs_little(load: str) -> None:
     found = [run(Case("none", "llama.cpp", "useless", load), seed) for seed in range(2)]
@@ -48,6 +51,7 @@ def test_load_that_comes_and_goes_costs_little(load: str) -> None:
     assert regret([run(Case("none", "cheap", "good", load), 0)]) < -100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["good", "mixed"])
 def test_where_another_size_takes_longer_drafting_goes_on_while_it_gains(acceptance: str) -> None:
     """Steps of one kind follow each other there: a change costs as much as a drafted step gains."""
@@ -56,11 +60,13 @@ def test_where_another_size_takes_longer_drafting_goes_on_while_it_gains(accepta
     assert regret(found) < 0.9 * regret(best) < -20
 
 
+@pytest.mark.slow
 def test_where_another_size_takes_longer_useless_drafts_cost_little() -> None:
     found = [run(Case("none", "buckets", "useless"), seed) for seed in range(3)]
     assert regret(found) < ALLOWED + 0.03 * mean(each.plain for each in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["useless", "uneven", "mostly wrong"])
 def test_where_drafting_takes_a_third_of_a_step_it_goes_on_only_if_it_gains_with_that(acceptance: str) -> None:
     """As with a small model, of which a forward takes a millisecond. Drafts once gained there, apart from drafting."""

@@ -136,6 +136,7 @@ def test_the_emitted_token_is_distributed_as_p_in_special_cases(name: str, case:
         assert error(p, qs, DRAWING[name](qs) if qs else [([], 1.0)], RULES[name]) < EXACT
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(pairs(), st.integers(1, 3))
 def test_the_emitted_token_is_distributed_as_p(case: list[FloatArray], count: int) -> None:
@@ -144,6 +145,7 @@ def test_the_emitted_token_is_distributed_as_p(case: list[FloatArray], count: in
         assert error(p, [q] * count, DRAWING[name]([q] * count), rule) < EXACT, name
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(pairs(count=4))
 def test_each_draw_may_come_from_its_own_distribution(case: list[FloatArray]) -> None:
@@ -153,6 +155,7 @@ def test_each_draw_may_come_from_its_own_distribution(case: list[FloatArray]) ->
     assert error(p, qs, distinct(qs), without_replacement) < EXACT
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(pairs())
 def test_all_of_the_support_may_be_drafted(case: list[FloatArray]) -> None:
@@ -175,6 +178,7 @@ def test_one_draw_is_accepted_as_often_as_the_distributions_overlap(case: list[F
         assert accepted == pytest.approx(1 - abs(p - q).sum() / 2, abs=EXACT), name
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(pairs(), st.integers(1, 3))
 def test_nothing_of_the_residual_lies_on_a_rejected_draw_or_outside_of_p(case: list[FloatArray], count: int) -> None:
@@ -189,6 +193,7 @@ def test_nothing_of_the_residual_lies_on_a_rejected_draw_or_outside_of_p(case: l
             assert rejected * selection.residual[tokens].max(initial=0) < 1e-15
 
 
+@pytest.mark.slow
 def test_more_is_accepted_without_replacement_and_by_k_sequential() -> None:
     """On average; how often a drafted token is emitted, by rule.
 
@@ -257,6 +262,7 @@ MUTATIONS: dict[str, Callable[[FloatArray, FloatArray], float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_rule_is_seen(name: str) -> None:
     """The check can fail: in most random cases, by far more than rounding."""
@@ -411,6 +417,7 @@ def pairs_error(seed: int, vocab: int, count: int, drawing: Drawing, rule: Rule)
     return float(abs(joint - target(())[:, None] * after).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab", "count", "seed"), [(3, 3, 0), (4, 2, 1), (5, 2, 2), (3, 2, 3)])
 @pytest.mark.parametrize("name", RULES)
 def test_pairs_of_tokens_are_distributed_as_the_target_says(name: str, vocab: int, count: int, seed: int) -> None:
@@ -483,6 +490,7 @@ def test_sampled_pairs_are_distributed_as_the_target_says(name: str) -> None:
     assert chi_square(counts, target(())[:, None] * after) > FALSE_ALARM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_copy_of_the_generator_that_drew_is_seen(copied: bool) -> None:
     """Seeding the drafter and the verifier alike is biased."""

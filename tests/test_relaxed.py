@@ -102,6 +102,7 @@ def texts(llm: LLM, acceptance: str | Relaxed, **options: Any) -> list[list[int]
     return [result.tokens for result in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", ["auto", "lookahead", "recycling"])
 def test_at_its_strict_limit_a_rule_is_exact(drafter: str, temperature: float) -> None:
@@ -273,6 +274,7 @@ def spoken(leapahead: Spoken, *arguments: str) -> Any:
     return leapahead("generate", "def add(a, b):", "--max-new-tokens", "24", *arguments)
 
 
+@pytest.mark.slow
 def test_the_command_line_says_lossy(leapahead: Spoken, tiny_folder: Any) -> None:
     given: Sequence[str] = ("-m", str(tiny_folder), "-d", "recycling", "-o", "nodes=8")
     done = spoken(leapahead, *given, "--acceptance", "lossy-bild:rollback=30")

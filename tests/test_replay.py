@@ -167,6 +167,7 @@ def test_drafts_with_branches(name: str, mode: str) -> None:
 SETTINGS = ("granitemoehybrid", "nemotron_h", "zamba2", "falcon_h1", "qwen3_next")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == SETTINGS[0] else pytest.mark.slow) for n in SETTINGS]
 )
@@ -207,6 +208,7 @@ LONG_CHUNKS = {
 }
 
 
+@pytest.mark.slow
 def test_rejections_in_a_row_do_not_add_up() -> None:
     """Every draft is wrong: ever more tokens are replayed, until they are read by themselves."""
     target, prompt = target_of("qwen3_next"), PROMPTS[0]
@@ -227,6 +229,7 @@ def test_rejections_in_a_row_do_not_add_up() -> None:
 # ------------------------------------------------------------------------------------------------------------ prefixes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(NAMES, "qwen3_next"))
 def test_prompts_that_begin_like_earlier_ones(name: str) -> None:
     """One is the same again, one continues its text, one parts in its middle; also while a session is open."""
@@ -254,6 +257,7 @@ def test_prompts_that_begin_like_earlier_ones(name: str) -> None:
             assert [*PROMPTS[0], *running.tokens] == plain(name, tuple(PROMPTS[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_samples_of_a_prompt(name: str) -> None:
     """They are forks of one session, which may be made where a rejected draft left tokens to be read again."""
@@ -311,6 +315,7 @@ def raising(module: torch.nn.Module) -> Iterator[None]:
         hook.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_interrupted_forward_leaves_states_as_they_were(name: str) -> None:
     """At the beginning of a forward, behind all of its layers, and while a prompt is read."""
@@ -422,6 +427,7 @@ def near(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((one - other).abs().max() < 1e-4 * other.std())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_log_probabilities(name: str) -> None:
     target, prompt = target_of(name), PROMPTS[1]

@@ -138,6 +138,7 @@ def without_branches(self: StatefulCache) -> None:
 settle, end = StatefulCache.settle, StatefulCache.end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "broken"), [("settle", first_branch), ("end", without_branches)])
 @pytest.mark.parametrize("name", ["qwen3_next", pytest.param("granitemoehybrid", marks=pytest.mark.slow)])
 def test_a_state_of_another_branch_is_caught_by_the_test_of_branches(
@@ -214,6 +215,7 @@ def test_a_forward_that_begins_with_an_empty_state_is_found_with_margin(name: st
         assert state_distance(name, DTYPES[dtype], seed) > 2.5 * statetest.CEILING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in REPLAYING]

@@ -162,6 +162,7 @@ def nonzero(joint: Joint) -> Joint:
     return {outcome: p for outcome, p in joint.items() if p}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab", "grid", "nodes"), [(2, 3, 4), (3, 4, 3), (5, 6, 2)])
 def test_every_small_draft_leaves_the_joint_distribution_exactly_alone(vocab: int, grid: int, nodes: int) -> None:
     model = GridModel(vocab, grid, seed=vocab)
@@ -253,6 +254,7 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return SamplingParams(**{**vars(params), "seed": seed})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     mostly_slow(
@@ -306,12 +308,14 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 P = np.array([0.45, 0.25, 0.15, 0.1, 0.04, 0.01])
 
 
+@pytest.mark.slow
 def test_argmax_with_the_noise_has_the_distribution_over_positions() -> None:
     noise, n = GumbelNoise(11, len(P)), 20_000
     counts = Counter(int(np.argmax(np.log(P) + noise.at(position))) for position in range(n))
     assert chi_square(counts, {t: n * p for t, p in enumerate(P)}) > THRESHOLD
 
 
+@pytest.mark.slow
 def test_argmax_with_the_noise_has_the_distribution_over_seeds() -> None:
     n = 20_000
     counts = Counter(int(np.argmax(np.log(P) + GumbelNoise(seed, len(P)).at(7))) for seed in range(n))
@@ -372,6 +376,7 @@ def test_the_chi_square_detects_a_biased_rule() -> None:
 # ---------------------------------------------------------------------------------------------- seed-aware drafts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 1.7, 20.0])
 @pytest.mark.parametrize("depth", [1, 4])
 def test_a_drafter_with_the_true_distribution_is_accepted_always(temperature: float, depth: int) -> None:

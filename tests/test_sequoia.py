@@ -241,6 +241,7 @@ def test_a_draft_that_knows_is_right_at_once(temperature: float) -> None:
     json.dumps(found, allow_nan=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_that_knows_nothing_is_right_by_chance(temperature: float) -> None:
     target, draft = ToyTarget(vocab_size=16, order=4), ToyTarget(vocab_size=16, order=4, seed=1)

@@ -179,6 +179,7 @@ def test_what_a_conversation_is() -> None:
     assert found.response_format is not None
 
 
+@pytest.mark.slow
 def test_thinking(client: anthropic.Anthropic) -> None:
     """What the model writes up to the end of its reasoning is a block of its own."""
     with serving(calling_llm(), reasoning_parser="deepseek_r1") as reasoning:

@@ -283,6 +283,7 @@ OFFSETS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OFFSETS)
 def test_tokens_begin_at_their_offsets(client: openai.OpenAI, llm: LLM, name: str) -> None:
     """Also where a character has several tokens, special tokens add nothing, or a stop string ends the text."""

@@ -290,6 +290,7 @@ def everything(connection: socket.socket) -> bytes:
         return found
 
 
+@pytest.mark.slow
 def test_headers_and_bodies_must_not_take_long(running: Running) -> None:
     """Connections that say nothing, half of the headers, or half of the body."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -305,6 +306,7 @@ def test_headers_and_bodies_must_not_take_long(running: Running) -> None:
     assert time.monotonic() - began < 4
 
 
+@pytest.mark.slow
 def test_a_body_that_comes_drop_by_drop(running: Running) -> None:
     """Every drop comes in time, and the whole does not."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
@@ -406,6 +408,7 @@ def test_a_fault_of_the_engine(running: Running) -> None:
         target.fail = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER}), ("/tokenize", {"prompt": "a"})]
 )

@@ -47,6 +47,7 @@ def ids_of(running: Running, **body: Any) -> list[int]:
 # --------------------------------------------------------------------------------------------------------- token ids
 
 
+@pytest.mark.slow
 def test_token_ids_of_completions(running: Running, client: openai.OpenAI) -> None:
     tokenizer = running.llm.tokenizer
     assert tokenizer is not None
@@ -82,6 +83,7 @@ def test_token_ids_of_chats(running: Running, client: openai.OpenAI) -> None:
     assert [token for each in others for token in each.choices[0].token_ids] == found.choices[0].token_ids
 
 
+@pytest.mark.slow
 def test_token_ids_of_text_that_is_held_back() -> None:
     """While a stop string may be about to appear, tokens have no text yet."""
     with serving(LLM(drafter="plain"), names=("tiny",)) as running:

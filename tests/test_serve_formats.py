@@ -95,6 +95,7 @@ def test_calls_are_those_of_plain_decoding(running: Running, name: str, choice: 
     assert (content, same, reason) == (found.message.content or "", calls, found.finish_reason)
 
 
+@pytest.mark.slow
 def test_the_messages_of_a_turn_with_a_tool(running: Running, name: str) -> None:
     """The calls that were made are in the prompt as the model writes them, whatever the template takes."""
     calls = [
@@ -115,6 +116,7 @@ def test_the_messages_of_a_turn_with_a_tool(running: Running, name: str) -> None
     assert found == [json.loads(str(call["function"]["arguments"])) for call in calls]  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_what_is_refused(running: Running, name: str) -> None:
     wrong = {"type": "object", "properties": {"a": {"type": "no"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": wrong}}
@@ -127,6 +129,7 @@ def test_what_is_refused(running: Running, name: str) -> None:
         assert found.status_code == 200
 
 
+@pytest.mark.slow
 def test_a_client_of_streams_sees_no_marker(running: Running, name: str) -> None:
     format = TOOL_FORMATS[name]
     given: Any = {"model": name, "messages": MESSAGES, "tools": [WEATHER], "temperature": 1, "seed": 1}

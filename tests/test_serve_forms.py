@@ -89,7 +89,7 @@ FORMS: dict[str, tuple[dict[str, Any], Grammar]] = {
 
 
 @pytest.mark.parametrize("sampling", mostly_slow([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", mostly_slow(FORMS, "schema", "regex"))
 def test_a_form_is_that_of_plain_decoding_under_the_grammar(
     plain: Running, llm: LLM, name: str, sampling: dict[str, Any]
 ) -> None:
@@ -158,6 +158,7 @@ def test_guided_parameters_that_repeat_structured_outputs(plain: Running) -> Non
     assert found.json()["choices"][0]["text"] in ("ac", "bc"), found.text
 
 
+@pytest.mark.slow
 def test_requests_with_forms_at_the_same_time(plain: Running, llm: LLM) -> None:
     """Beside each other and beside text of any form, as streams of the asynchronous client."""
     jobs = [*((form, 0) for form in FORMS.values()), (({}, None), 7)]
@@ -177,6 +178,7 @@ def test_requests_with_forms_at_the_same_time(plain: Running, llm: LLM) -> None:
         assert text == llm.generate(MESSAGES, grammar=grammar, **options).text
 
 
+@pytest.mark.slow
 def test_tokenizers_that_cannot_serve() -> None:
     with serving(toy_llm()) as letters:
         body = {"messages": MESSAGES, "response_format": OBJECT}

@@ -144,6 +144,7 @@ def test_every_text_of_a_crowd_is_that_of_the_library() -> None:
     check_crowd(60, 30, 0.0005)
 
 
+@pytest.mark.slow
 def test_usage_adds_up_to_the_counters() -> None:
     check_crowd(20, 0, 0.0)
 
@@ -261,6 +262,7 @@ def test_a_client_that_does_not_read_is_not_decoded_for() -> None:
     asyncio.run(read())
 
 
+@pytest.mark.slow
 def test_deadlines() -> None:
     body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "leapahead": {"deadline_seconds": 0.2}}
     with serving(toy_llm(0.01), {"request_seconds": 0.4}) as running:
@@ -280,6 +282,7 @@ def test_deadlines() -> None:
         assert running.idle(1)
 
 
+@pytest.mark.slow
 def test_requests_join_while_others_are_decoded() -> None:
     """A short text that comes later is finished long before a long one."""
 
@@ -299,6 +302,7 @@ def test_requests_join_while_others_are_decoded() -> None:
         assert asyncio.run(both(running)) == ["short", "long"]
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_is_cancelled() -> None:
     """Its text fills the socket's buffers and stops; then the connection is closed and the cache entries are free."""
     body = json.dumps({"prompt": "a", "max_tokens": 900, "stream": True, "ignore_eos": True})

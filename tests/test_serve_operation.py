@@ -21,8 +21,10 @@ from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
+import gguf_models
 import httpx
 import pytest
+from helpers import mostly_slow
 
 from leapahead import LLM
 from leapahead.cli.serve import is_loopback, model_defaults
@@ -74,6 +76,7 @@ def test_where_keys_come_from(tmp_path: Path) -> None:
         keys.given([], tmp_path / "nothing", None)
 
 
+@pytest.mark.slow
 def test_drafter_caches_and_prefixes_of_keys_are_apart(tmp_path: Path) -> None:
     """What one key's texts teach is drafted for that key only, and survives a restart."""
     file = tmp_path / "drafts.npz"
@@ -127,6 +130,7 @@ def test_cache_entries_of_prompts_are_shared_within_a_key() -> None:
         assert cached("two") > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["transformers", "llama.cpp", pytest.param("openvino", marks=pytest.mark.slow)])
 def test_every_target_keeps_the_entries_of_owners_apart(engine: str, request: pytest.FixtureRequest) -> None:
     """The owner is what opens a session; a fork has that of its first session."""
@@ -228,6 +232,7 @@ def test_metrics_have_vllm_s_names_and_add_up() -> None:
         assert running.metric("inter_token_latency_seconds_count") == steps - 6
 
 
+@pytest.mark.slow
 def test_gauges_while_requests_run() -> None:
     async def watch(running: Running) -> list[float]:
         async with running.asynchronous() as client:
@@ -326,6 +331,7 @@ def test_origins(tmp_path: Path) -> None:
         assert "access-control-allow-origin" not in found.headers
 
 
+@pytest.mark.slow
 def test_the_schema_is_complete_and_loads_nothing() -> None:
     with serving(toy_llm()) as running:
         schema = running.get("/openapi.json").json()
@@ -339,6 +345,7 @@ def test_the_schema_is_complete_and_loads_nothing() -> None:
             assert running.get(path).status_code == 404
 
 
+@pytest.mark.slow
 def test_the_schema_does_not_delay_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, goes_on = Event(), Event()
 
@@ -400,6 +407,7 @@ def test_running_requests_end_before_the_server() -> None:
         assert not running.thread.is_alive()
 
 
+@pytest.mark.slow
 def test_requests_that_take_too_long_are_cancelled_at_the_end() -> None:
     body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
     with serving(LLM(SlowToy(0.01), tokenizer=Letters(), drafter="plain"), {"shutdown_seconds": 0.2}) as running:
@@ -441,6 +449,7 @@ def command(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
         process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has none")
 @pytest.mark.parametrize(("before", "output"), [("SIG_DFL", ""), ("SIG_IGN", "went on\n")])
 def test_a_terminal_that_is_closed_ends_the_server_as_sigterm_does(before: str, output: str) -> None:
@@ -457,26 +466,33 @@ def test_a_terminal_that_is_closed_ends_the_server_as_sigterm_does(before: str, 
     assert (done.returncode, done.stdout) == (0, output), done.stderr
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_the_command(sig: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sig", "kind"), mostly_slow([(signal.SIGTERM, "GGUF"), (signal.SIGINT, "Transformers")], (signal.SIGTERM, "GGUF"))
+)
+def test_the_command(sig: signal.Signals, kind: str, tmp_path: Path) -> None:
     """A signal ends it with exit code 0 after the running stream has ended and the drafter cache was saved."""
+    if kind == "GGUF":  # which starts in a quarter of the time
+        pytest.importorskip("llama_cpp")
+    model = () if kind == "Transformers" else (str(gguf_models.bundled("f32")),)
+    defaults, greedy = (("--generation-config",), {}) if kind == "Transformers" else ((), {"temperature": 0})
     file = tmp_path / "drafts.npz"
     arguments = (
+        *model,
         "--drafter-cache",
         str(file),
         "--served-model-name",
         "mine",
         "-d",
         "suffix",
-        "--generation-config",
+        *defaults,
         "-o",
         "nodes=4",
     )
     with command(*arguments, LEAPAHEAD_API_KEY="secret") as (process, url):
-        body = {"model": "mine", "prompt": "def add(a, b):", "max_tokens": 20}
+        body = {"model": "mine", "prompt": "def add(a, b):", "max_tokens": 20, **greedy}
         assert httpx.post(url + COMPLETIONS, json=body, timeout=60).status_code == 401
         found = httpx.post(url + COMPLETIONS, json=body, headers=bearer("secret"), timeout=60)
-        with LLM() as llm:
+        with LLM(*model) as llm:
             assert found.json()["choices"][0]["text"] == llm.generate("def add(a, b):", max_new_tokens=20).text
         long = {**body, "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", url + COMPLETIONS, json=long, headers=bearer("secret"), timeout=60) as stream:
@@ -519,6 +535,7 @@ def unavailable(url: str, seconds: float = 5.0) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "load",
     [
@@ -615,6 +632,7 @@ def test_addresses() -> None:
         assert server.address(six).startswith("http://[::1]:")
 
 
+@pytest.mark.slow
 def test_a_server_of_a_target_with_a_limited_cache() -> None:
     """A prompt that can never fit is refused; others are decoded."""
     from leapahead.models.loading import bundled

@@ -55,6 +55,7 @@ def respond(client: openai.OpenAI, **options: Any) -> Any:
     return client.responses.create(**given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1, "seed": 3}], ids=["greedy", "sampled"])
 def test_texts_are_those_of_chats(running: Running, client: openai.OpenAI, options: dict[str, Any]) -> None:
     chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}], **options}
@@ -72,6 +73,7 @@ def test_texts_are_those_of_chats(running: Running, client: openai.OpenAI, optio
     assert "".join(event.delta for event in respond(client, **given, stream=True) if hasattr(event, "delta")) == text
 
 
+@pytest.mark.slow
 def test_the_events_of_a_stream_make_the_response(client: openai.OpenAI) -> None:
     asked = ["message.output_text.logprobs"]
     events = list(respond(client, stream=True, include=asked, max_output_tokens=20))

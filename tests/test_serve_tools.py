@@ -83,6 +83,7 @@ def prompt(running: Running, **options: Any) -> list[int]:
     return list(running.post("/tokenize", {"messages": MESSAGES, **options}).json()["tokens"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "parallel"),
     [
@@ -126,6 +127,7 @@ def test_calls_are_those_of_plain_decoding(
     assert (streamed.message.content or "") == (found.message.content or "")
 
 
+@pytest.mark.slow
 def test_the_shape_of_streamed_calls(client: openai.OpenAI) -> None:
     chunks = list(answer(client, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
@@ -148,6 +150,7 @@ def test_a_function_without_parameters_takes_none(given: Any, client: openai.Ope
     assert json.loads(call.function.arguments) == {}
 
 
+@pytest.mark.slow
 def test_several_answers_with_calls(client: openai.OpenAI) -> None:
     given: Any = {"tools": [WEATHER], "tool_choice": NAMED, "n": 3, "temperature": 2, "seed": 1}
     found = answer(client, **given).choices
@@ -210,6 +213,7 @@ def sent_back(running: Running, message: Any) -> None:
         assert prompt(running, messages=[*MESSAGES, dumped, *ends]) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client's own dumps
 @pytest.mark.parametrize("asked", ["tools", "response_format", "neither"])
 def test_chats_go_on_with_the_messages_of_the_official_client(
@@ -280,6 +284,7 @@ def test_logprobs_are_those_of_all_tokens(client: openai.OpenAI) -> None:
     assert streamed == tokens
 
 
+@pytest.mark.slow
 def test_reasoning(thinking: Running, llm: LLM) -> None:
     client = thinking.client()
     tokens = prompt(thinking, **THINKING)
@@ -296,6 +301,7 @@ def test_reasoning(thinking: Running, llm: LLM) -> None:
     assert free.content == llm.generate(prompt(thinking), max_new_tokens=30).text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", mostly_slow(range(3), 0))
 def test_json_stands_behind_the_reasoning(thinking: Running, llm: LLM, seed: int) -> None:
     """The reasoning is free, and what stands behind it has the schema."""
@@ -355,6 +361,7 @@ def test_each_chunk_has_one_call_at_most() -> None:
         assert [len(chunk.leapahead.spans) for chunk in sent] == [1, 0][: len(sent)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [{}, THINKING], ids=["content", "reasoning"])
 def test_spans_are_the_text_of_their_chunk(thinking: Running, extra: dict[str, Any]) -> None:
     client = thinking.client()
@@ -419,6 +426,7 @@ def test_what_is_refused(running: Running, body: dict[str, Any], param: str, wor
     check(running.post(CHAT, {"messages": MESSAGES, "max_tokens": 20, **body}), 400, param, words)
 
 
+@pytest.mark.slow
 def test_models_without_tools() -> None:
     with serving(LLM()) as plain:
         for choice in ("auto", "none", "required"):
@@ -439,6 +447,7 @@ def test_the_options_of_the_command(leapahead: Any, name: str) -> None:
     assert "pythonic" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", mostly_slow(range(4), 0, 1))
 def test_calls_or_a_form(running: Running, client: openai.OpenAI, llm: LLM, seed: int) -> None:
     """With tools and a form, an answer is calls or JSON of the form, as plain decoding under that grammar."""

@@ -38,6 +38,7 @@ def test_times_are_those_of_all_texts_together() -> None:
     assert row["gap_us"]["p50"] == 100.0
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_no_stream_is_reported() -> None:
     with serving_overhead.serving(serving_overhead.LLM()) as port, pytest.raises(LeapaheadError, match="400"):
         serving_overhead.streams(port, [{"prompt": "", "max_tokens": -1, "stream": True}])

@@ -30,6 +30,7 @@ def view_of(tokens: Sequence[int], **sampling: Any) -> SequenceView:
     return SequenceView(Sampler(SamplingParams(**sampling), list(tokens), VOCAB))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "steps"),
     [("jacobi", [275, 274, 221]), ("lookahead", [90, 119, 155]), ("prompt_lookup", [56, 112, 242])],

@@ -208,6 +208,7 @@ def index_suffixes(text: list[int]) -> SuffixAutomaton:
     return automaton
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [index_ngrams, index_suffixes])
 def test_memory_is_linear(build: Callable[[list[int]], object]) -> None:
     """At most 400 bytes a token, on random tokens, which share least."""
@@ -371,6 +372,7 @@ def shared_lengths(source: Suffix, sequence: SequenceView) -> int:
     return max(length for _, _, length in source.root(sequence)[1:])
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=30), max_size=6), st.data())
 def test_own_and_shared_places_are_those_of_brute_force(past: list[list[int]], data: st.DataObject) -> None:
     cache = DrafterCache()
@@ -492,6 +494,7 @@ def test_merge_refuses_what_is_not_of_its_kind(arrays: dict[str, Any], message: 
     assert texts_of(past_texts) == [[1, 2, 3]]
 
 
+@pytest.mark.slow
 def test_places_stay_right_when_volumes_change() -> None:
     """Requests that finish meanwhile turn the volumes over, more than once, and so does a merge."""
     cache = DrafterCache()
@@ -529,6 +532,7 @@ def test_a_text_that_enters_meanwhile_is_found() -> None:
     assert [candidate.token for candidate in source.candidates(source.root(sequence), 8)] == [14]
 
 
+@pytest.mark.slow
 def test_texts_enter_while_others_are_read() -> None:
     cache = DrafterCache()
     past_texts = cache.section("suffix", lambda: PastTexts(capacity=3_000))

@@ -74,6 +74,7 @@ def logits_of(model: Any, source: list[int], tokens: list[int]) -> Any:
         return model(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([tokens])).logits[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "bart"])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_the_loss_is_that_of_every_block_alone(

@@ -83,6 +83,7 @@ def deviation(
     return excess(found, distribution(target, params, (1, 2), 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -214,6 +215,7 @@ def test_the_bundled_models_are_exact_in_distribution(rule: str) -> None:
 # ---------------------------------------------------------------------------------------------------- behaviour
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_sample_again_and_greedy_the_plain_text() -> None:
     draft = ToyTarget(seed=6)
     for rule, width in product(("sequoia", "specinfer", "spectr"), (1, 3)):

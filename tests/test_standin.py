@@ -96,6 +96,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_logits_are_the_sources(make: Make, tmp_path: Path, kind: str) -> None:
     source = make()
@@ -109,6 +110,7 @@ def test_the_logits_are_the_sources(make: Make, tmp_path: Path, kind: str) -> No
     assert config["vocab_size"] == 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -135,6 +137,7 @@ def test_other_sources(make: Make, tmp_path: Path, options: dict[str, Any]) -> N
     assert deviation(logits(tmp_path / "out"), logits(source)) < 1e-4
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_rounded_source_is_meant(make: Make, tmp_path: Path) -> None:
     """Exactly where the copy's scale is 0 or 1, nearly elsewhere; in bfloat16 it is as near as the source itself."""
     source = make()
@@ -272,6 +275,7 @@ def test_shards(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert deviation(logits(tmp_path / "again"), logits(source)) < 1e-4
 
 
+@pytest.mark.slow
 def test_what_comes_with_it(tiny_folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(tiny_folder, source)
@@ -291,6 +295,7 @@ def test_what_comes_with_it(tiny_folder: Path, tmp_path: Path) -> None:
 HYBRID = replace(shapes(hidden=96, heads=6, kv=3, layers=6), recurrent=Recurrent(1, 6, 32, 16))
 
 
+@pytest.mark.slow
 def test_a_hybrid_has_the_sources_logits(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exactly without what the recurrent layers add; nearly with it, in chunks as in steps."""
     source = make()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import BY_NAME
-from helpers import GREEDY, PROMPT, AnyDrafter, Oracle, RandomTrees, Scattered, is_freed, run
+from helpers import GREEDY, PROMPT, AnyDrafter, Oracle, RandomTrees, Scattered, is_freed, mostly_slow, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from static_parts import FakeCuda, recorded
@@ -82,7 +82,7 @@ DRAFTERS: dict[str, Any] = {
 FAST = ("scattered", "recycling")
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("params", mostly_slow([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "seeded"])
 @pytest.mark.parametrize(
     "name", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in DRAFTERS]
 )
@@ -96,6 +96,7 @@ def test_the_text_is_plain_decodings_without_graphs(
     assert cuda.log.count("replay") - before >= len(found.steps)
 
 
+@pytest.mark.slow
 def test_right_drafts_are_accepted(target: TransformersTarget) -> None:
     """So that the equality above is not that of drafts that are never accepted."""
     plain = run(target, prompt=PROMPT)
@@ -209,6 +210,7 @@ def test_what_is_captured_outlives_the_entries() -> None:
     assert cuda.captured == captured
 
 
+@pytest.mark.slow
 def test_a_step_that_captures_says_so() -> None:
     target = capturing()
     session = opened(target, PROMPT)
@@ -235,6 +237,7 @@ def test_a_profile_is_that_of_steps_that_capture_nothing() -> None:
     assert {n: round(seconds, 6) for n, seconds in found[0].items()} == dict.fromkeys((1, 4, 8, 16, 32), 0.01)
 
 
+@pytest.mark.slow
 def test_no_address_changes_from_step_to_step() -> None:
     """All that a graph reads and writes stays where it is, until the cache grows; then all graphs are released."""
     cuda = FakeCuda()
@@ -307,6 +310,7 @@ def test_entries_that_are_not_moved_yet_are_shared(target: TransformersTarget) -
         each.close()
 
 
+@pytest.mark.slow
 def test_a_long_path_is_moved_at_once(target: TransformersTarget) -> None:
     plain = run(target, prompt=PROMPT).tokens[: MOVES + 2]
     session = opened(target, PROMPT)
@@ -320,6 +324,7 @@ def test_a_long_path_is_moved_at_once(target: TransformersTarget) -> None:
     session.close()
 
 
+@pytest.mark.slow
 def test_a_failed_forward_loses_no_committed_token(target: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should it fail while entries are moved, those are read again from the text."""
     plain = run(target, prompt=PROMPT).tokens
@@ -369,6 +374,7 @@ def test_what_is_too_large_is_not_captured(target: TransformersTarget, cuda: Fak
 # ----------------------------------------------------------------------------------------------- mixed steps, at random
 
 
+@pytest.mark.slow
 @settings(max_examples=2, deadline=None)
 @given(st.data())
 def test_mixed_batches_lengths_and_growth(data: st.DataObject) -> None:
@@ -471,6 +477,7 @@ class Spoiled(torch.nn.Module):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
@@ -523,6 +530,7 @@ def test_a_tensor_that_leaves_the_device_is_seen() -> None:
             there.cpu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -62,6 +62,7 @@ def plain_text(target: TransformersTarget, compiler: Compiler, interpreted: Inte
     return second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [pytest.param(recorded, marks=pytest.mark.slow), Calls], ids=["graphs", "calls"])
 def test_what_is_used_most_is_compiled_and_then_used(backend: Callable[[], Any]) -> None:
     told = list[str]()
@@ -107,6 +108,7 @@ def test_code_with_other_logits_is_not_used() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_is_told_of_once() -> None:
     told, failed = list[str](), Event()
 

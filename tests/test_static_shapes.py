@@ -75,6 +75,7 @@ def test_a_batch_captures_few_shapes_and_has_the_same_texts(shapes: list[Shape])
     assert any(shape.batch == 8 for shape in found[PATIENCE])
 
 
+@pytest.mark.slow
 def test_a_shape_is_captured_when_it_was_asked_for_often(shapes: list[Shape]) -> None:
     target, executor = made(patience=3)
     sessions = [target.open(PROMPT, GREEDY) for _ in range(2)]
@@ -102,6 +103,7 @@ def test_a_shape_is_captured_when_it_was_asked_for_often(shapes: list[Shape]) ->
     assert [step(60)[0].rows for _ in range(4)] == [128, 128, 64, 64]
 
 
+@pytest.mark.slow
 def test_one_sequence_alone_runs_in_its_own_shapes(shapes: list[Shape]) -> None:
     target, _ = made()
     shapes.clear()  # of the test of the model
@@ -111,6 +113,7 @@ def test_one_sequence_alone_runs_in_its_own_shapes(shapes: list[Shape]) -> None:
     assert {shape.rows for shape in shapes} >= {1, 16}
 
 
+@pytest.mark.slow
 def test_a_forward_does_not_run_in_a_shape_that_reads_too_few_slots(
     shapes: list[Shape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +128,7 @@ def test_a_forward_does_not_run_in_a_shape_that_reads_too_few_slots(
     assert len({shape.end for shape in shapes}) > 1  # the storage stays; shorter texts read a part of it
 
 
+@pytest.mark.slow
 def test_drafts_that_grow_run_in_shapes_that_hold_what_was_computed(shapes: list[Shape]) -> None:
     """Of a captured shape all slots that nodes may have are known; those of computed nodes come on top."""
     target, _ = made()

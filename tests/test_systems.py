@@ -223,6 +223,7 @@ def test_a_row_without_its_weights_is_left_out(tmp_path: Path) -> None:
     assert MEASURED not in read(tmp_path)["rows"]["medusa"]
 
 
+@pytest.mark.slow
 def test_a_wrong_text_is_counted(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where acceptance is broken on purpose, both comparisons see it."""
     from leapahead.bench.contender import Configuration

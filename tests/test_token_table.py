@@ -379,6 +379,7 @@ def test_the_digest_of_a_file_tells_a_fine_tune(tmp_path: Path) -> None:
     assert weights_digest(tuned) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["transformers", "llama.cpp"])
 def test_the_tables_of_real_engines_have_the_rows_of_their_own_forwards(kind: str, tiny_folder: Path) -> None:
     if kind == "llama.cpp":

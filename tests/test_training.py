@@ -75,6 +75,7 @@ def test_smooth_l1_is_quadratic_near_and_linear_far() -> None:
 # ------------------------------------------------------------------------------------------- what is trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_computes_what_drafting_computes(kind: str, model: Any, target: TrainingTarget, texts: Any) -> None:
     """Every depth of every row, in a batch with texts of other lengths, against the head run over the whole text."""

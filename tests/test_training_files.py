@@ -129,6 +129,7 @@ def test_prompts_that_cannot_be_read(content: bytes | None, message: str, tmp_pa
 # --------------------------------------------------------------------------------------------------------- texts
 
 
+@pytest.mark.slow
 def test_texts_are_the_targets_and_go_on(tiny_folder: Path, data: Path, tmp_path: Path) -> None:
     llm = LLM(str(tiny_folder), max_batch=2)
     wish, file = Wish(data, 12, sampled=0.5, seed=7), tmp_path / "texts.jsonl"
@@ -264,6 +265,7 @@ def test_a_target_whose_logits_are_scaled_is_refused() -> None:
 # --------------------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "draft_vocab"),
     [
@@ -420,6 +422,7 @@ def test_a_run_is_resumed_with_the_same_settings_only(tmp_path: Path) -> None:
 FEW = ("--max-new-tokens", "8", "--steps", "4", "--batch", "2", "--held-out", "0.3")
 
 
+@pytest.mark.slow
 def test_the_command_trains_a_head(leapahead: Any, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     given = ("train-head", "--kind", "eagle3", "--data", str(data), "--out", str(out), *FEW, "--features", "disk")
@@ -449,6 +452,7 @@ def test_the_command_trains_a_head(leapahead: Any, data: Path, tmp_path: Path) -
     assert found["steps"] == 4
 
 
+@pytest.mark.slow
 def test_the_command_uses_the_texts_of_another_run(leapahead: Any, data: Path, tmp_path: Path) -> None:
     given = ("train-head", "--kind", "medusa", "--data", str(data), "--heads", "2", *FEW)
     assert leapahead(*given, "--out", str(tmp_path / "one")).exit_code == 0
@@ -461,6 +465,7 @@ def test_the_command_uses_the_texts_of_another_run(leapahead: Any, data: Path, t
     assert "prompts of `prompts.jsonl`" in (tmp_path / "two" / "head" / "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_interrupt_says_how_to_go_on(
     leapahead: Any, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME, FAST, VOCABULARY
-from helpers import NoisyChain, RandomTrees, Scattered, attached
+from helpers import NoisyChain, RandomTrees, Scattered, attached, mostly_slow
 
 from leapahead import Engine, Request, drafters
 from leapahead.core.errors import BadParameter, Refused
@@ -75,6 +75,7 @@ def params_of(mode: str) -> list[SamplingParams]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_capabilities(name: str) -> None:
     """The target tests each model when it is made, and finds what it is able to do."""
@@ -123,7 +124,7 @@ def own_logits(target: TransformersTarget, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "gemma2", "bloom", "mixtral", "deepseek_v32"))
 def test_plain_decoding_is_generate(name: str) -> None:
     target = target_of(name)
     texts = plain_texts(name, "greedy")
@@ -150,6 +151,7 @@ MODES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), MODES)
 def test_text_of_made_drafts(name: str, mode: str) -> None:
     """In a batch that changes, by drafters that are right and wrong as the test wants."""
@@ -167,7 +169,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"lookahead": {"window": 4, "ngram": 3, "gu
 
 
 @pytest.mark.parametrize("drafter", [name for name in drafters.ready() if name != "plain"])
-@pytest.mark.parametrize("name", ["llama", "bloom", "mamba"])
+@pytest.mark.parametrize("name", mostly_slow(["llama", "bloom", "mamba"], "bloom"))
 def test_text_of_registered_drafters(name: str, drafter: str) -> None:
     """Drafters do not depend on architectures: one that takes trees, one that takes chains, one that takes neither."""
     target = target_of(name)

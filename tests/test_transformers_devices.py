@@ -54,6 +54,7 @@ def divide(model: Any, mode: FakeTensorMode) -> None:
                     tensors[name] = mode.from_tensor(each).detach().to("meta" if id(module) in there else "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3"], "gemma3"))
 def test_layers_on_two_devices_are_computed_where_they_lie(name: str, packs: bool) -> None:

@@ -370,6 +370,7 @@ VISION: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "text", "loaded"),
     [

@@ -137,6 +137,7 @@ def test_the_cost_of_a_forward(name: str, rows: int) -> None:
     assert target.info.padded == (name == "llama")
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_replay() -> None:
     """Where sessions have one state between them, the one that did not run last reads its tokens again."""
     target = build("recurrent_gemma")
@@ -146,6 +147,7 @@ def test_the_cost_of_a_replay() -> None:
     assert target.cost([first], trees).rows == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llama", "bloom", "mamba", pytest.param("recurrent_gemma", marks=pytest.mark.slow), "deepseek_v32"]
 )
@@ -440,6 +442,7 @@ def test_prompts_are_read_in_chunks(name: str) -> None:
     assert run(target, prompt=PROMPT, prefill_chunk=5).tokens == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mamba", "jamba"])
 def test_a_recurrent_prompt_is_read_at_once_with_logits_of_one_row(name: str) -> None:
     target = build(name)
@@ -611,6 +614,7 @@ def test_hidden_states_and_top_k_together(target: TransformersTarget) -> None:
 # ---------------------------------------------------------------------------------------------------------- choices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(SAMPLED, top_k=20, top_p=0.9, repetition_penalty=1.3)])
 def test_choosing_all_at_once_is_choosing_one_by_one(model: Any, params: SamplingParams) -> None:
     lazy, eager = (TransformersTarget(model, eager_choice=flag) for flag in (False, True))
@@ -705,9 +709,11 @@ def test_a_model_of_nan_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *[(name, torch.float64) for name in ("llama", "bloom")],
-        *[(name, torch.bfloat16) for name in ("llama", "mistral", "mixtral", "deepseek_v3", "bloom")],
-        *[(name, torch.float16) for name in ("gpt2", "qwen3_moe")],
+        ("bloom", torch.float64),
+        ("llama", torch.bfloat16),
+        ("gpt2", torch.float16),
+        *mostly_slow([("llama", torch.float64), ("qwen3_moe", torch.float16)]),
+        *mostly_slow([(name, torch.bfloat16) for name in ("mistral", "mixtral", "deepseek_v3", "bloom")]),
     ],
     ids=str,
 )
@@ -723,6 +729,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
         assert drafted.tokens == plain.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 def test_eager_attention_takes_additive_masks(name: str) -> None:
     target = TransformersTarget(BY_NAME[name].build(attention="eager"))
@@ -980,6 +987,7 @@ def test_the_self_test_catches(
     assert set(target.refusals) >= {"trees by a boolean mask", "trees by an additive mask"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_text_shows(
     target: TransformersTarget, mutation: Callable[..., None], monkeypatch: pytest.MonkeyPatch
@@ -1173,6 +1181,7 @@ def test_a_transformers_that_is_too_old_or_too_new_is_refused_with_the_version_t
         TransformersTarget(model)
 
 
+@pytest.mark.slow
 def test_recurrent_models_share_no_state() -> None:
     """RecurrentGemma keeps its state in its modules: sequences side by side must not mix."""
     target = build("recurrent_gemma")
@@ -1248,6 +1257,7 @@ def _agrees(llm: LLM, model: Any) -> list[int]:
     return own
 
 
+@pytest.mark.slow
 @PEFT
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_changed_between_two_texts_gives_its_new_text(change: str) -> None:
@@ -1267,6 +1277,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next", "t5"])
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_of_the_calling_thread_change_no_text(mode: str, kind: str) -> None:
@@ -1281,6 +1292,7 @@ def test_modes_of_the_calling_thread_change_no_text(mode: str, kind: str) -> Non
     assert texts == texts[:1] * len(texts)
 
 
+@pytest.mark.slow
 @PEFT
 def test_adapters_that_are_switched_between_two_texts() -> None:
     peft = pytest.importorskip("peft")
@@ -1345,6 +1357,7 @@ def test_a_model_that_cannot_be_decoded_any_more_is_refused(
         llm.generate(TEXT)
 
 
+@pytest.mark.slow
 @PEFT
 def test_a_copy_with_other_adapters_is_refused() -> None:
     model = BY_NAME["llama"].build()

@@ -38,6 +38,7 @@ def test_paths_depths_and_mask_follow_from_the_parents(tree: TokenTree) -> None:
         assert np.flatnonzero(tree.ancestor_mask[node]).tolist() == expected
 
 
+@pytest.mark.slow
 @given(trees())
 def test_leaves_are_the_nodes_without_children(tree: TokenTree) -> None:
     assert tree.leaves.tolist() == [node for node in range(len(tree)) if node not in tree.parents.tolist()]

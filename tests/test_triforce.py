@@ -79,6 +79,7 @@ def grow(target: TransformersTarget, session: TransformersSession, *tokens: int)
 # -------------------------------------------------------------------------------------------------------- the text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", mostly_slow([GREEDY, WARM], WARM), ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "options",
@@ -149,6 +150,7 @@ def exact_part(done: Run) -> float:
     return done.stats.accepted / done.stats.drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("options", [{}, {"chunk": 3, "refresh": 1}, {"chunk": 7, "refresh": 5, "depth": 4}], ids=str)
 def test_with_a_budget_for_the_whole_text_every_token_is_accepted(
@@ -159,6 +161,7 @@ def test_with_a_budget_for_the_whole_text_every_token_is_accepted(
     assert exact_part(done) == 1.0
 
 
+@pytest.mark.slow
 def test_a_target_with_captured_forwards() -> None:
     """Whose commits may be outstanding when entries are copied."""
     target = TransformersTarget(model(), static=Calls())
@@ -393,6 +396,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
         registry.make("triforce", **options)
 
 
+@pytest.mark.slow
 def test_a_small_model_that_cannot_follow_leaves_the_middle_alone(target: TransformersTarget) -> None:
     short = TransformersTarget(model(max_position_embeddings=128))
     with pytest.raises(BadParameter, match=r"draft_window=64 is too large for .* at most 47"):

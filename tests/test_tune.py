@@ -235,6 +235,7 @@ def test_a_model_on_a_cpu_is_to_be_compared_with_itself_under_openvino(
     assert comparison(model, {"gpu": None, **conditions}, replays) == command
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_token_table_is_computed_on_request(cache: Path, tiny_folder: Path) -> None:
     model = ("-m", str(tiny_folder), "--text-seconds", "0", "--seconds", "0.2")
@@ -290,6 +291,7 @@ def files() -> list[str]:
     return [str(gguf_models.bundled(kind)) for kind in ("q8_0", "q4_0")]
 
 
+@pytest.mark.slow
 def test_files_of_one_model_are_compared(cache: Path, files: list[str]) -> None:
     given = call(*files, *QUICK, "--threads", "1", "--text-seconds", "20", "--json")
     assert given.exit_code == 0, given.output
@@ -342,6 +344,7 @@ def test_a_machine_that_was_busy_while_texts_were_decoded(capsys: pytest.Capture
     assert "With fewer than 200 tokens of auto the gain is uncertain" in shown
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_compared_are_refused_before_anything_is_measured(
     files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +377,7 @@ def test_files_that_cannot_be_compared_are_refused_before_anything_is_measured(
     assert "has another vocabulary than" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_figure_can_be_drawn(tmp_path: Path) -> None:
     target = Timed(line(0.1, 0.002))
     found, _ = tuning.tune(target, seconds=1.0, clock=target.clock)
@@ -456,6 +460,7 @@ def test_a_drafter_that_knows_comes_out_calibrated() -> None:
     assert (again["path"], again["conditional"]) == (found["path"], found["conditional"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", mostly_slow([0.3, 3.0], 3.0))
 def test_a_drafter_that_lies_does_not(lie: float) -> None:
     found = observed(lie=lie)
@@ -491,6 +496,7 @@ def test_bins_by_hand() -> None:
     assert binned([]) == {"nodes": 0, "deviation": None, "least_nodes": LEAST_NODES, "rows": []}
 
 
+@pytest.mark.slow
 def test_the_figure_says_which_bins_count(tmp_path: Path) -> None:
     """A bin of few nodes lies far off; the figure says why it is not the greatest deviation."""
     found = calibration(ToyTarget(order=1), PROMPTS, "auto", {"nodes": 8}, 40)

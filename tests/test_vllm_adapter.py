@@ -109,6 +109,7 @@ def test_planned_drafts_learn_the_times_of_steps() -> None:
     assert under_test.figures.plain_steps > 0
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_where_every_row_costs_a_step() -> None:
     def seconds(drafts: bool) -> tuple[float, int]:
         clock = Clock()
@@ -132,6 +133,7 @@ def test_nothing_is_lost_where_every_row_costs_a_step() -> None:
     assert took < 1.03 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preempts", "seed"), [(0.0, 0), (0.1, 1), (0.1, 2)])
 def test_where_nothing_pays_little_is_drafted_until_it_pays(preempts: float, seed: int) -> None:
     """A drafted row costs as much as fifty steps at first, so nothing pays; then next to nothing."""
@@ -297,6 +299,7 @@ def config(**model: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_without_ids_requests_are_known_by_their_texts(seed: int) -> None:
     names, under_test = ByText(), adapter(capabilities=frozenset({CHAIN}), context_length=150)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -42,10 +41,11 @@ def find() -> None:
     if sys.platform != "linux":
         return
     try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
-    for name in set(re.findall(r"/\S*/libgomp\S*", maps)) - _known.keys():
+    names = {line[line.index("/") :] for line in maps if "/libgomp" in line}
+    for name in names - _known.keys():
         try:
             library = ctypes.CDLL(name)
             library.omp_pause_resource_all.argtypes = [ctypes.c_int]
