@@ -1062,6 +1062,18 @@ def test_the_self_test_has_a_margin(dtype: torch.dtype, margin: float) -> None:
     assert result.error < result.tolerance / margin
 
 
+def test_rounding_that_depends_on_the_number_of_entries_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors with AVX2 in half precision: numbers are rounded otherwise where they do not fill a vector."""
+    right = torch.nn.functional.scaled_dot_product_attention
+
+    def rounding(query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return right(query, key, *args, **options) * (1 if key.shape[-2] >= 8 else 1 + 2**-4)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", rounding)
+    target = TransformersTarget(BY_NAME["llama"].build(torch.bfloat16))
+    assert {TREE, HIDDEN} <= target.info.capabilities
+
+
 # --------------------------------------------------------------------------------------------------------- refusals
 
 

@@ -12,7 +12,9 @@ every node must be those that the model itself, without our cache and masks, giv
 An executor that gets a model's masks, positions or state wrong fails here, whatever the architecture. So a model of an
 unknown architecture is decoded correctly or refused. Hidden states are tested in the same way.
 
-How far logits may differ is measured on the model: its own forward is computed twice, in batches of different shapes.
+How far logits may differ is measured on the model: its own forward is computed twice, in batches of different shapes,
+once with masked entries behind each text, as the other branches of a tree are. Over more entries kernels compute in
+vectors what they compute number by number over a few; on some processors nothing else changes the rounding.
 In half precision a node of a mixture of experts may also be routed to another expert in one of the computations, which
 changes its logits by more than rounding does. Such a change depends on the tokens, and a wrong mask on the shape of the
 tree. So every node must agree with one of the model's two computations in at least one of several draws of tokens.
@@ -31,6 +33,7 @@ from torch import Tensor
 from leapahead.core.errors import Refused
 from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.base import BRANCHES, CHAIN, TREE
+from leapahead.models.transformers import families
 from leapahead.models.transformers.forward import Executor, Layers, Outputs, inputs, side_by_side
 
 FULL = (torch.float32, torch.float64)
@@ -45,6 +48,7 @@ CEILING = 0.5
 # other, as under dynamic quantisation, so that a draft would change the text.
 FULL_CEILING = 0.01
 ONE_TOKEN = np.zeros((1, 1), dtype=np.int64)
+VECTOR = 16  # numbers of the widest vector of a processor
 DRAWS = 3  # of tokens, in half precision
 
 # Some models give tokens that they never choose the lowest number there is; those have no part in the distances.
@@ -244,27 +248,45 @@ def _nodes(
     return paths, Outputs(torch.cat([each.logits for each in found]), hidden)
 
 
-def references(model: Any, paths: Sequence[Sequence[int]], layers: Layers = ()) -> list[Outputs]:
-    """The model's own values after each path, by plain forwards without any cache: in one batch, and in two halves."""
+def references(model: Any, paths: Sequence[Sequence[int]], layers: Layers = (), least: int = VECTOR) -> list[Outputs]:
+    """The model's own values after each path, by plain forwards without any cache: in one batch, and in two halves.
+
+    Args:
+        least: the one batch has at least so many tokens in a row, and the halves as few as their texts allow, the first
+            the shorter ones. 0 if a text is to be followed by as many tokens in both computations.
+    """
     whole = [path for path in paths if not any(len(path) < len(o) and o[: len(path)] == path for o in paths)]
-    length = max(map(len, whole))
-    batch = np.array([[*path, *[path[0]] * (length - len(path))] for path in whole])  # what follows is not attended to
+    whole.sort(key=len)
     rows = [next(i for i, each in enumerate(whole) if each[: len(path)] == path) for path in paths]
+    half, length = (len(whole) + 1) // 2, len(whole[-1])
+    least = min(least, families.context_length(families.text_config(model)))
+
+    def computed(part: Sequence[Sequence[int]], width: int) -> Outputs:
+        # What follows a path is not attended to.
+        batch = np.array([[*path, *[path[0]] * (width - len(path))] for path in part])
+        return own_outputs(model, batch, layers)
+
+    every = [computed(whole, max(length, least))]
+    halves = [computed(part, len(part[-1]) if least else length) for part in (whole[:half], whole[half:]) if part]
     last = [len(path) - 1 for path in paths]
-    half = (len(batch) + 1) // 2
     found = []
-    for parts in ([batch], [batch[:half], batch[half:]]):
-        outputs = [own_outputs(model, part, layers) for part in parts if len(part)]
-        hidden = torch.cat([each.hidden for each in outputs if each.hidden is not None])[rows, last] if layers else None
-        found.append(Outputs(torch.cat([each.logits for each in outputs])[rows, last], hidden))
+    for outputs in (every, halves):
+        hidden = _at([each.hidden for each in outputs if each.hidden is not None], rows, last) if layers else None
+        found.append(Outputs(_at([each.logits for each in outputs], rows, last), hidden))
     return found
+
+
+def _at(parts: Sequence[Tensor], rows: Sequence[int], places: Sequence[int]) -> Tensor:
+    """Of rows [length, width], which are the parts' one after the other, the values at these places."""
+    every = [row for part in parts for row in part]
+    return torch.stack([every[row][place] for row, place in zip(rows, places, strict=True)])
 
 
 def own_noise(model: Any, ids: IntArray) -> float:
     """How far a model's own logits change with what is computed beside them, in standard deviations."""
     rng = np.random.default_rng(0)
     paths = [rng.choice(ids, size=length).tolist() for length in (4, 4, 8, 8)]
-    first, second = references(model, paths)
+    first, second = references(model, paths, least=0)
     return float(distances(first.logits, [second.logits], 0.0, 0.0, False).errors.max())
 
 
