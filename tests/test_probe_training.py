@@ -153,7 +153,7 @@ def test_impossible_settings(given: dict[str, Any], message: str) -> None:
 def test_other_targets_are_refused_by_name() -> None:
     from leapahead.models.toy import ToyTarget
 
-    with pytest.raises(LeapaheadError, match="which must be a model of Transformers that takes tree"):
+    with pytest.raises(LeapaheadError, match="takes tree masks and embeddings; train a draft model"):
         masked_executor(ToyTarget(8))
 
 

@@ -101,7 +101,10 @@ def training_target(target: Target) -> TrainingTarget:
             "give the folder that it was made from"
         )
     if HIDDEN not in info.capabilities:
-        raise Refused(f"no head can be trained for {info.name}, which gives no hidden states; use another model")
+        raise Refused(
+            f"no head can be trained for {info.name}, which gives no hidden states; train a draft model with "
+            "`leapahead train-draft`"
+        )
     layers = [target.model.get_input_embeddings(), target.model.get_output_embeddings()]
     weights = [weight for layer in layers if (weight := weight_of(layer)) is not None]
     shape = (info.vocab_size, info.hidden_size)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from leapahead.core.errors import Refused
 from leapahead.core.tree import Probes, TokenTree
 from leapahead.drafters.heads.config import SPACE
-from leapahead.models.base import EMBEDDINGS, Target
+from leapahead.models.base import EMBEDDINGS, HIDDEN, Target
 from leapahead.models.transformers import families
 from leapahead.models.transformers.embeddings import AddedEmbeddings
 from leapahead.models.transformers.forward import MaskedExecutor
@@ -47,9 +47,12 @@ def masked_executor(target: Target) -> MaskedExecutor:
     if EMBEDDINGS in target.info.capabilities and isinstance(target, TransformersTarget):
         assert isinstance(target.executor, MaskedExecutor), "others do not have the capability"
         return target.executor
+    command = "a head with `leapahead train-head`"
+    if HIDDEN not in target.info.capabilities:
+        command = "a draft model with `leapahead train-draft`"
     raise Refused(
         f"no probes can be trained for {target.info.name}, which must be a model of Transformers that takes tree masks "
-        "and embeddings; train a head with `leapahead train-head`"
+        f"and embeddings; train {command}"
     )
 
 
