@@ -124,7 +124,6 @@ def test_check_finds_no_difference() -> None:
     assert not any(row.differences for row in report.drafters)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "static", "why"),
     [

@@ -129,7 +129,6 @@ def test_what_is_refused(running: Running, name: str) -> None:
         assert found.status_code == 200
 
 
-@pytest.mark.slow
 def test_a_client_of_streams_sees_no_marker(running: Running, name: str) -> None:
     format = TOOL_FORMATS[name]
     given: Any = {"model": name, "messages": MESSAGES, "tools": [WEATHER], "temperature": 1, "seed": 1}

@@ -75,7 +75,6 @@ def test_a_batch_captures_few_shapes_and_has_the_same_texts(shapes: list[Shape])
     assert any(shape.batch == 8 for shape in found[PATIENCE])
 
 
-@pytest.mark.slow
 def test_a_shape_is_captured_when_it_was_asked_for_often(shapes: list[Shape]) -> None:
     target, executor = made(patience=3)
     sessions = [target.open(PROMPT, GREEDY) for _ in range(2)]

@@ -47,12 +47,11 @@ def masked_executor(target: Target) -> MaskedExecutor:
     if EMBEDDINGS in target.info.capabilities and isinstance(target, TransformersTarget):
         assert isinstance(target.executor, MaskedExecutor), "others do not have the capability"
         return target.executor
-    command = "a head with `leapahead train-head`"
-    if HIDDEN not in target.info.capabilities:
-        command = "a draft model with `leapahead train-draft`"
+    has_hidden = HIDDEN in target.info.capabilities
+    instead = "a head with `leapahead train-head`" if has_hidden else "a draft model with `leapahead train-draft`"
     raise Refused(
         f"no probes can be trained for {target.info.name}, which must be a model of Transformers that takes tree masks "
-        f"and embeddings; train {command}"
+        f"and embeddings; train {instead}"
     )
 
 

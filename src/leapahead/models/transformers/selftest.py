@@ -13,8 +13,9 @@ An executor that gets a model's masks, positions or state wrong fails here, what
 unknown architecture is decoded correctly or refused. Hidden states are tested in the same way.
 
 How far logits may differ is measured on the model: its own forward is computed twice, in batches of different shapes,
-once with masked entries behind each text, as the other branches of a tree are. Over more entries kernels compute in
-vectors what they compute number by number over a few; on some processors nothing else changes the rounding.
+over few cached entries and over more, which are masked, as those of a tree's other branches are. Kernels compute many
+entries in vectors and a few one by one; on some processors nothing else changes the rounding.
+
 In half precision a node of a mixture of experts may also be routed to another expert in one of the computations, which
 changes its logits by more than rounding does. Such a change depends on the tokens, and a wrong mask on the shape of the
 tree. So every node must agree with one of the model's two computations in at least one of several draws of tokens.
@@ -252,8 +253,8 @@ def references(model: Any, paths: Sequence[Sequence[int]], layers: Layers = (), 
     """The model's own values after each path, by plain forwards without any cache: in one batch, and in two halves.
 
     Args:
-        least: the one batch has at least so many tokens in a row, and the halves as few as their texts allow, the first
-            the shorter ones. 0 if a text is to be followed by as many tokens in both computations.
+        least: each row of the one batch has at least so many tokens. The halves, the first of which has the shorter
+            texts, are as wide as their own longest text. 0 for the same width in both computations.
     """
     whole = [path for path in paths if not any(len(path) < len(o) and o[: len(path)] == path for o in paths)]
     whole.sort(key=len)
