@@ -35,6 +35,7 @@ from leapahead.models.transformers.encoder_decoder import (
     new_target,
 )
 from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.selftest import OwnOutputs
 
 TREES = [name for name in MODELS if name not in ("umt5", "m2m")]
 SOME = [name if name in ("t5", "bart") else pytest.param(name, marks=pytest.mark.slow) for name in TREES]
@@ -146,7 +147,7 @@ def test_a_decoder_may_take_one_token_at_a_time(llms: dict[str, LLM]) -> None:
     view = llms["t5"].target.model
     executor = StepExecutor(view, llms["t5"].target.cache.__class__(64))
     with torch.no_grad():
-        found, _ = executors.tested(view, "t5", view.ids, [("one token at a time", lambda: executor)])
+        found, _ = executors.tested(view, "t5", view.ids, [("one token at a time", lambda: executor)], OwnOutputs(view))
     assert found is executor
     assert not found.capabilities & {CHAIN, TREE}
 

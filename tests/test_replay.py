@@ -152,7 +152,8 @@ def test_drafts_with_branches(name: str, mode: str) -> None:
     if mode == "greedy":
         native = NativeExecutor(target.model, target.config, shared=False)
         with torch.no_grad():
-            found = selftest.run(executor, target.model, target.ordinary_ids(), (16,), native=native, branches=True)
+            own = selftest.OwnOutputs(target.model)
+            found = selftest.run(executor, own, target.ordinary_ids(), (16,), native=native, branches=True)
         assert found.passed
     for prompt, each in zip(PROMPTS[:2], params, strict=False):
         text = plain(name, tuple(prompt), each, 80)

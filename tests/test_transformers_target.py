@@ -1058,8 +1058,18 @@ def test_the_self_test_has_a_margin(dtype: torch.dtype, margin: float) -> None:
     model = BY_NAME["llama"].build(dtype)
     executor = MaskedExecutor(model, KVCache(), {"full_attention": families.Pattern()}, boolean=True)
     with torch.no_grad():
-        result = selftest.run(executor, model, np.arange(3, VOCABULARY), (4, 1))
+        result = selftest.run(executor, selftest.OwnOutputs(model), np.arange(3, VOCABULARY), (4, 1))
     assert result.error < result.tolerance / margin
+
+
+def test_the_models_own_values_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are most of what loading computes, and serve for the logits and for the hidden states."""
+    calls: list[object] = []
+    right = selftest.references
+    monkeypatch.setattr(selftest, "references", lambda *args: calls.append(args) or right(*args))
+    target = TransformersTarget(BY_NAME["llama"].build())
+    assert {TREE, HIDDEN} <= target.info.capabilities
+    assert len(calls) == 1
 
 
 def test_rounding_that_depends_on_the_number_of_entries_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

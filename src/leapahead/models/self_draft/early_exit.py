@@ -284,7 +284,8 @@ class EarlyExit(SharingTarget):
         """Tests on the model that the exit and the layers behind it together are the model."""
         rehearsal = Rehearsal(halves.executor, halves)
         with computing(target.autocast):
-            result = selftest.run(rehearsal, target.model, target.ordinary_ids(), target.test_prompts())
+            own = selftest.OwnOutputs(target.model)
+            result = selftest.run(rehearsal, own, target.ordinary_ids(), target.test_prompts())
         if not result.passed:
             raise Refused(
                 f"{self.info.name} and the layers behind them do not give the logits of {target.info.name}: they "

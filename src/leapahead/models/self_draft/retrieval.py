@@ -155,7 +155,9 @@ class RetrievalDraft(SharingTarget):
                 rehearsal = Rehearsal(target, view)
                 prompts = max(REHEARSED, *target.test_prompts()), 1
                 floor = MARGIN * selftest.FLOOR.get(target.model.dtype, selftest.FLOOR[torch.float16])
-                result = selftest.run(rehearsal, target.model, target.ordinary_ids(), prompts, floor=floor)
+                result = selftest.run(
+                    rehearsal, selftest.OwnOutputs(target.model), target.ordinary_ids(), prompts, floor=floor
+                )
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

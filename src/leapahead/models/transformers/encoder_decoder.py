@@ -37,6 +37,7 @@ from leapahead.models.transformers.forward import (
 )
 from leapahead.models.transformers.model import NODES, TransformersSession, TransformersTarget
 from leapahead.models.transformers.modes import forwards
+from leapahead.models.transformers.selftest import OwnOutputs
 
 PLAIN = {"full_attention": families.Pattern()}
 
@@ -128,7 +129,7 @@ class EncoderDecoderTarget(TransformersTarget):
     def _information(self, **known: Any) -> TargetInfo:
         return super()._information(**known, decoder=_decoder(self.model.model, known["vocab_size"]))
 
-    def _tested_executor(self, exclusive: bool, exact: bool) -> tuple[Executor, dict[str, str]]:
+    def _tested_executor(self, exclusive: bool, exact: bool, own: OwnOutputs) -> tuple[Executor, dict[str, str]]:
         if exact:
             raise Refused(
                 f"{self._name} cannot be decoded in exact mode (it is an encoder-decoder model); leave out exact"
@@ -137,7 +138,7 @@ class EncoderDecoderTarget(TransformersTarget):
             self.context_length = UNLIMITED
         self.model.ids = self._ids
         length = min(self.context_length + NODES, UNLIMITED)
-        return executors.tested(self.model, self._name, self._ids, _executors(self.model, length))
+        return executors.tested(self.model, self._name, self._ids, _executors(self.model, length), own)
 
     @property
     def cache(self) -> CrossedCache:

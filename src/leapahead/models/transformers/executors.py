@@ -93,12 +93,33 @@ def _with_states(
     yield "chains with replay, one session at a time", lambda: build(True, None, False)
 
 
-def tested(model: Any, name: str, ids: IntArray, every: Iterable[Named]) -> tuple[Executor, dict[str, str]]:
+def own_outputs(model: Any, hidden_states: bool) -> selftest.OwnOutputs:
+    """A model's own values for the tests.
+
+    Args:
+        hidden_states: with those of all layers, if the model gives any. A copy of the model computes them, since the
+            first output of hidden states installs hooks for good.
+    """
+    if not hidden_states:
+        return selftest.OwnOutputs(model)
+    try:
+        copied = twin(model)
+        return selftest.OwnOutputs(copied, *selftest.layers_of(copied, selftest.ONE_TOKEN))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return selftest.OwnOutputs(model, refusal=first_line(error))
+
+
+def tested(
+    model: Any, name: str, ids: IntArray, every: Iterable[Named], own: selftest.OwnOutputs
+) -> tuple[Executor, dict[str, str]]:
     """The first of the executors that gives the model's own logits, and why those before it do not.
 
     Args:
         name: of the model, for the message.
         ids: token ids without a special meaning.
+        own: the model's own values.
 
     Raises:
         Refused: none of them does, or the model is an encoder.
@@ -115,7 +136,7 @@ def tested(model: Any, name: str, ids: IntArray, every: Iterable[Named]) -> tupl
             executor = build()
             is_native = isinstance(executor, NativeExecutor)
             cached = NativeExecutor(model, config, shared=True) if plain and is_native else None
-            result = selftest.run(executor, model, ids, test_prompts(model), cached, _native(executor))
+            result = selftest.run(executor, own, ids, test_prompts(model), cached, _native(executor))
             if result.passed and isinstance(executor, ReplayExecutor):
                 statetest.check(executor, model, ids, result.tolerance)
         except torch.OutOfMemoryError:
@@ -190,7 +211,9 @@ def tested_exact(model: Any, name: str, ids: IntArray, usual_length: int) -> Exa
         if patterns is None or model._is_stateful or not (accepts(model, "position_ids") and takes_cache(model)):
             raise Refused("not all of its layers are attention over a KV cache with positions and masks that are given")
         executor = ExactExecutor(model, ExactCache(usual_length), patterns)
-        result = selftest.run(executor, model, ids, test_prompts(model), floor=exacttest.floor(model.dtype))
+        result = selftest.run(
+            executor, selftest.OwnOutputs(model), ids, test_prompts(model), floor=exacttest.floor(model.dtype)
+        )
         if not result.passed:
             raise Refused(f"logits differ from its own by {result.error:.2g} standard deviations")
         exacttest.check(executor, ids)
@@ -228,7 +251,9 @@ def _refusal_of_branches(model: Any, ids: IntArray, executor: Any) -> str:
         return "they cost more than they bring on a CPU, where two rows of three tokens take 1.4 times one row of six"
     try:
         prompts = test_prompts(model)[:1]
-        result = selftest.run(executor, model, ids, prompts, native=_native(executor), branches=True)
+        result = selftest.run(
+            executor, selftest.OwnOutputs(model), ids, prompts, native=_native(executor), branches=True
+        )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -236,24 +261,24 @@ def _refusal_of_branches(model: Any, ids: IntArray, executor: Any) -> str:
     return "" if result.passed else f"logits differ by {result.error:.2g} standard deviations"
 
 
-def tested_layers(model: Any, ids: IntArray, executor: CachedExecutor) -> tuple[Layers, int, str]:
-    """The layers whose hidden states an executor gives as the model itself does, and the width of one.
+def tested_layers(own: selftest.OwnOutputs, ids: IntArray, executor: Executor) -> tuple[Layers, str]:
+    """The layers whose hidden states an executor gives as the model itself does, and why it gives none.
 
-    The third value says why there are none. Tested on a copy of the model, since the first output of hidden states
-    installs hooks for good.
+    Args:
+        own: the model's own values. The executor is tested on the copy of the model that computes them.
     """
+    if not isinstance(executor, CachedExecutor) or not own.layers:
+        return (), own.refusal if isinstance(executor, CachedExecutor) else ""
     try:
-        model = twin(model)
-        layers, size = selftest.layers_of(model, selftest.ONE_TOKEN)
-        another = executor.another(model)
-        native = _native(another)
-        result = selftest.run(another, model, ids, test_prompts(model), native=native, layers=layers, steps=1)
+        another = executor.another(own.model)
+        prompts = test_prompts(own.model)
+        result = selftest.run(another, own, ids, prompts, native=_native(another), layers=own.layers)
         another.forget()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return (), 0, first_line(error)
-    return (layers, size, "") if result.hidden else ((), 0, "they differ from the model's own")
+        return (), first_line(error)
+    return (own.layers, "") if result.hidden else ((), "they differ from the model's own")
 
 
 def test_prompts(model: Any) -> tuple[int, int]:

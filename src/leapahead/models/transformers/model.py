@@ -155,14 +155,12 @@ class TransformersTarget:
             self.device, vocab_size = logits.device, logits.shape[-1]
             self.context_length = families.context_length(self.config)
             self._ids = families.ordinary_ids(model.config, self.config, vocab_size)
-            self.executor, self.refusals = self._tested_executor(exclusive, exact)
+            own = executors.own_outputs(model, hidden_states and not exact)
+            self.executor, self.refusals = self._tested_executor(exclusive, exact, own)
             upgraded = choice.upgraded(self.executor, self._name, self._ids, self.test_prompts(), static, exclusive)
             self.executor, self.refusals = upgraded[0], {**self.refusals, **upgraded[1]}
-            layers: Layers = ()
-            hidden_size = 0
-            if hidden_states and isinstance(self.executor, CachedExecutor) and not exact:
-                layers, hidden_size, refusal = executors.tested_layers(model, self._ids, self.executor)
-                self.refusals.update({HIDDEN: refusal} if refusal else {})
+            layers, refusal = executors.tested_layers(own, self._ids, self.executor)
+            self.refusals.update({HIDDEN: refusal} if refusal else {})
         self.info = self._information(
             name=self._name,
             vocab_size=vocab_size,
@@ -173,7 +171,7 @@ class TransformersTarget:
             padded=isinstance(self.executor, MaskedExecutor) and self.executor.pads,
             replays=isinstance(self.executor, ReplayExecutor),
             layers=max(0, len(layers) - 1),
-            hidden_size=hidden_size,
+            hidden_size=own.hidden_size if layers else 0,
             exact=exact,
             tuned_from=families.tuned_from(model.config),
             mask_token=families.mask_token(model.config),
@@ -376,14 +374,16 @@ class TransformersTarget:
             raise BadLogits(f"{self._name} gives NaN or infinite logits for a single token; try dtype float32")
         return logits
 
-    def _tested_executor(self, exclusive: bool, exact: bool) -> tuple[Executor, dict[str, str]]:
+    def _tested_executor(
+        self, exclusive: bool, exact: bool, own: selftest.OwnOutputs
+    ) -> tuple[Executor, dict[str, str]]:
         """The executor, and what the model cannot do."""
         usual_length = min(self.context_length + NODES, UNLIMITED)
         if exact:
             own = self.model if exclusive else twin(self.model)
             return executors.tested_exact(own, self._name, self._ids, usual_length), {}
         every = executors.executors(self.model, exclusive, usual_length)
-        return executors.tested(self.model, self._name, self._ids, every)
+        return executors.tested(self.model, self._name, self._ids, every, own)
 
     def _usual_tokens(self, cache: KVCache) -> int:
         """How many tokens fit in the cache's part of the free memory."""

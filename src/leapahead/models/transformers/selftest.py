@@ -19,6 +19,8 @@ entries in vectors and a few one by one; on some processors nothing else changes
 In half precision a node of a mixture of experts may also be routed to another expert in one of the computations, which
 changes its logits by more than rounding does. Such a change depends on the tokens, and a wrong mask on the shape of the
 tree. So every node must agree with one of the model's two computations in at least one of several draws of tokens.
+
+The model's own values are most of the rows that the test computes. All executors of a model are compared with the same.
 """
 
 from __future__ import annotations
@@ -131,34 +133,55 @@ class Distances:
         )
 
 
+class OwnOutputs:
+    """A model's own values after paths, see `references`. Those of the last paths are kept.
+
+    Args:
+        model: the model, or a copy of it that shares its weights.
+        layers: whose hidden states are computed with the logits.
+        hidden_size: the width of one.
+        refusal: why there are none.
+    """
+
+    def __init__(self, model: Any, layers: Layers = (), hidden_size: int = 0, refusal: str = "") -> None:
+        self.model, self.layers, self.hidden_size, self.refusal = model, layers, hidden_size, refusal
+        self._paths: list[list[int]] = []
+        self._found: list[Outputs] = []
+
+    def after(self, paths: list[list[int]]) -> list[Outputs]:
+        """By each of the model's two computations, the values after each path."""
+        if paths != self._paths:
+            self._paths, self._found = paths, references(self.model, paths, self.layers)
+        return list(self._found)
+
+
 def run(
     executor: Executor,
-    model: Any,
+    own: OwnOutputs,
     ids: IntArray,
     prompts: Sequence[int],
     cached: Executor | None = None,
     native: Executor | None = None,
     layers: Layers = (),
-    steps: int | None = None,
     branches: bool = False,
     floor: float | None = None,
 ) -> Result:
-    """Tests `executor` on `model`.
+    """Tests an executor.
 
     Args:
+        own: of the model that the executor runs.
         ids: token ids without a special meaning for the model.
         prompts: lengths of the two sequences' prompts.
         cached: compare with this executor, one sequence after the other, instead of with plain forwards. For models
             whose own logits depend on what follows: then their own state, one token at a time, is what is preserved.
         native: counts as one more of the model's own computations: all tokens of a path but the last in one forward,
             then that one. A recurrence has other formulas for many tokens than for one, which round differently.
-        layers: whose hidden states are tested too.
-        steps: so many of the picture; None for all.
+        layers: whose hidden states are tested too: none, or those of `own`.
         branches: test those of a single sequence, and nothing else.
         floor: how far values may always be apart; by default by the precision.
     """
     kind = BRANCHES if branches else next((name for name in (TREE, CHAIN) if name in executor.capabilities), "")
-    dtype = model.dtype if model.dtype in FLOOR else torch.float16
+    dtype = own.model.dtype if own.model.dtype in FLOOR else torch.float16
     if floor is None:
         floor = FLOOR[dtype] if kind else max(FLOOR[dtype], RECURRENT_FLOOR)
     is_half = dtype not in FULL
@@ -166,8 +189,8 @@ def run(
     hidden: Distances | None = None
     for draw in range(DRAWS if is_half else 1):
         executor.forget()  # so that every draw uses the same rows and slots
-        paths, ours = _nodes(executor, ids, prompts, [each[:steps] for each in SHAPES[kind]], layers, draw)
-        theirs = references(model, paths, layers) if cached is None else [one_by_one(cached, paths)]
+        paths, ours = _nodes(executor, ids, prompts, SHAPES[kind], layers, draw)
+        theirs = own.after(paths) if cached is None else [one_by_one(cached, paths)]
         if native is not None:
             theirs.append(last_alone(native, paths, layers))
         ceiling = CEILING if is_half else FULL_CEILING

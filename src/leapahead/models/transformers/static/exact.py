@@ -191,7 +191,7 @@ def _tested(
     model = executor.model
     recording = CapturedExactExecutor(executor, backend)
     calling = recording.another(model, gate.Watched(executor.device))
-    result = selftest.run(calling, model, ids, prompts, floor=exacttest.floor(model.dtype))
+    result = selftest.run(calling, selftest.OwnOutputs(model), ids, prompts, floor=exacttest.floor(model.dtype))
     if not result.passed:
         raise Refused(f"logits of captured forwards differ from its own by {result.error:.2g} standard deviations")
     gate.compare(recording, calling, ids)

@@ -151,7 +151,7 @@ def _tested(
 ) -> StaticExecutor:
     recording = StaticExecutor.of(executor, backend, attention)
     calling = recording.another(executor.model, Watched(recording.device))
-    result = selftest.run(calling, executor.model, ids, prompts)
+    result = selftest.run(calling, selftest.OwnOutputs(executor.model), ids, prompts)
     if not result.passed:
         raise Refused(f"logits of padded forwards differ by {result.error:.2g} standard deviations")
     compare(recording, calling, ids)
