@@ -44,7 +44,8 @@ class Block(NamedTuple):
 
     Attributes:
         trees, rows: which.
-        nodes: int64 [trees * rows]; the packed node at each place, for padding the tree's first.
+        nodes: int64 [trees * rows]; the packed node at each place, for padding the tree's first or, where it has none,
+            another one.
         real: int64 [real]; the places that are no padding.
         to: int64 [real]; the packed nodes there.
     """
@@ -99,11 +100,11 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sequence[int], device: torch.device) -> Packing:
-        """Of trees with so many nodes."""
+        """Of trees with so many nodes, of which some may have none."""
         counts = torch.tensor(sizes)
         first, place = counts.cumsum(0) - counts, torch.arange(max(sizes)).repeat(len(sizes), 1)
         is_real = place < counts[:, None]  # [batch, rows]
-        nodes = torch.where(is_real, place, 0) + first[:, None]
+        nodes = (torch.where(is_real, place, 0) + first[:, None]).clamp_max(sum(sizes) - 1)
         common = _common_rows(sizes) if device.type == "cpu" else max(sizes)
         inside, real = nodes[:, :common].flatten(), is_real[:, :common].flatten().nonzero()[:, 0]
         together = inside.to(device), real.to(device), inside[real].to(device)
@@ -121,7 +122,7 @@ def _common_rows(sizes: Sequence[int]) -> int:
     def rows(common: int) -> int:  # that cost as much
         return len(sizes) * common + sum(BLOCK_ROWS + size - common for size in sizes if size > common)
 
-    return min({1, *sizes}, key=rows)
+    return min({1, *sizes} - {0}, key=rows)
 
 
 class _Forward:
