@@ -71,6 +71,38 @@ def toy() -> LLM:
     return LLM(ToyTarget(), tokenizer=SyllableTokenizer(), nodes=8)
 
 
+def test_progress_is_told_whenever_a_text_is_over(toy: LLM) -> None:
+    told: list[tuple[int, int]] = []
+    plain = toy.generate([[1, 2], [3, 4], [5]], max_new_tokens=6, n=2)
+    texts = toy.generate([[1, 2], [3, 4], [5]], max_new_tokens=6, n=2, progress=lambda *counts: told.append(counts))
+    assert told == [(done, 6) for done in range(1, 7)]
+    assert [[each.tokens for each in some] for some in texts] == [[each.tokens for each in some] for some in plain]
+
+
+def test_a_progress_bar(toy: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    toy.generate([[1, 2], [3, 4]], max_new_tokens=6, progress=True)
+    assert capsys.readouterr() == ("", ""), "standard error is no terminal"
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as one is, for rich
+    monkeypatch.setenv("TERM", "xterm")
+    toy.generate([[1, 2], [3, 4]], max_new_tokens=6, progress=True)
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert "decoding" in errors
+    assert "2/2" in errors
+
+
+def test_a_progress_that_cannot_be_told(toy: LLM) -> None:
+    with pytest.raises(BadParameter, match="progress='bar' is not possible: it must be True, False or a function"):
+        toy.generate([[1, 2]], progress="bar")
+
+    def broken(done: int, total: int) -> None:
+        raise OSError("nobody listens")
+
+    with pytest.raises(OSError, match="nobody listens"):
+        toy.generate([[1, 2], [3]], progress=broken)
+    assert toy.generate([1, 2], max_new_tokens=2).tokens
+
+
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 

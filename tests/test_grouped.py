@@ -80,7 +80,17 @@ def test_it_takes_the_place_of_sdpa_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [[1, 3], [4, 1, 2], [2, 2], [1, 1, grouped.MOST_ROWS + 1], [1, 17, 2, 20, 1, 2, 3, 2], [2, 0], [0, 3, 0], [0] * 30 + [1]]
+    "sizes",
+    [
+        [1, 3],
+        [4, 1, 2],
+        [2, 2],
+        [1, 1, grouped.MOST_ROWS + 1],
+        [1, 17, 2, 20, 1, 2, 3, 2],
+        [2, 0],
+        [0, 3, 0],
+        [0] * 30 + [1],
+    ],
 )
 @pytest.mark.parametrize(("heads", "shared"), [(6, 2), (4, 4)])
 def test_packed_nodes_attend_as_padded_ones(sizes: list[int], heads: int, shared: int) -> None:

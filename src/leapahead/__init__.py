@@ -15,7 +15,8 @@ TYPE_CHECKING = False  # typing's is the same, and importing that takes time, in
 if TYPE_CHECKING:
     from typing import Any
 
-    from leapahead.api import LLM, AsyncLLM
+    from leapahead.api import LLM
+    from leapahead.asynchronous import AsyncLLM
     from leapahead.core.errors import (
         BadLogits,
         BadParameter,
@@ -83,7 +84,7 @@ __all__ = [
 
 _MODULES = {  # of each name
     "LLM": "leapahead.api",
-    "AsyncLLM": "leapahead.api",
+    "AsyncLLM": "leapahead.asynchronous",
     "BadLogits": "leapahead.core.errors",
     "BadParameter": "leapahead.core.errors",
     "CacheFull": "leapahead.core.errors",

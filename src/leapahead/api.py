@@ -1,14 +1,14 @@
-"""Prompts and chat messages in, text out: `LLM`, and `AsyncLLM` for asyncio. A backend is imported by `LLM(...)`."""
+"""Prompts and chat messages in, text out: `LLM`. A backend is imported by `LLM(...)`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import MOST_BATCH, MOST_SAMPLES, whole
 from leapahead.core.relaxed import EXACT, Relaxed, rule
 from leapahead.core.sampling import SamplingParams
@@ -16,12 +16,12 @@ from leapahead.core.text import Tokenizer
 from leapahead.drafters import cache_sections, registry
 from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.draft_models import given, names
-from leapahead.engine.driver import Driver
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
-from leapahead.engine.waiting import check, in_thread, over, wake_up
+from leapahead.engine.waiting import check
 from leapahead.inputs import Inputs, Options, Prompt, Prompts, check_names, drafter_options, encode, is_single, seeds
 from leapahead.models import loading
+from leapahead.progress import Told, shown
 from leapahead.results import Piece, Result, Writer
 
 if TYPE_CHECKING:
@@ -149,12 +149,14 @@ class LLM:
         loading.close(self.target)
 
     @overload
-    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result: ...
+    def generate(self, prompt: Prompt, *, progress: bool | Told = False, **options: Unpack[Options]) -> Result: ...
 
     @overload
-    def generate(self, prompt: Prompts, **options: Unpack[Options]) -> list[Result]: ...
+    def generate(
+        self, prompt: Prompts, *, progress: bool | Told = False, **options: Unpack[Options]
+    ) -> list[Result]: ...
 
-    def generate(self, prompt: Any, **options: Unpack[Options]) -> Any:
+    def generate(self, prompt: Any, *, progress: bool | Told = False, **options: Unpack[Options]) -> Any:
         """Completes a prompt, or a list of prompts together. All options are keywords and may be left out.
 
         Logits are processed in the order of `SamplingParams`. An exception, such as Ctrl-C, cancels the requests.
@@ -162,6 +164,8 @@ class LLM:
         Args:
             prompt: text, token ids, or chat messages ({"role", "content"} each), which go through the tokenizer's chat
                 template; or a list of those, and the results come in its order.
+            progress: show a progress bar of the texts on standard error, if that is a terminal or a notebook; or a
+                function that is called with the number of texts that are over and that of all, whenever one ends.
             max_new_tokens: greatest length of the text in tokens; 128 by default.
             temperature: 0, the default, is greedy; else at least 1e-6, and the text is a function of the seed.
             top_k: sample from the k likeliest tokens; 0, the default, for all.
@@ -208,14 +212,14 @@ class LLM:
         single = is_single(prompt)
         requests = self.requests([prompt] if single else list(prompt), options)
         groups: list[list[Handle]] = []
-        try:
-            for request, sampling in requests:
-                groups.append(self.engine.submit_samples(request, sampling))
-            handles = [handle for group in groups for handle in group]
-            self.engine.run(handles)
-        finally:
-            for handle in (handle for group in groups for handle in group):
-                self.engine.cancel(handle)
+        with shown(progress, sum(len(sampling) for _, sampling in requests)) as one_is_over:
+            try:
+                for request, sampling in requests:
+                    groups.append(self.engine.submit_samples(request, sampling, one_is_over))
+                self.engine.run([handle for group in groups for handle in group])
+            finally:
+                for handle in (handle for group in groups for handle in group):
+                    self.engine.cancel(handle)
         return self._results(groups, options, single)
 
     def _results(self, groups: list[list[Handle]], options: Options, single: bool) -> Any:
@@ -310,91 +314,3 @@ class LLM:
             yield
         finally:
             self.drafter_cache = kept
-
-
-class AsyncLLM:
-    """An `LLM` for asyncio: tasks await their texts, which are decoded together in a thread of its own.
-
-    Args:
-        model: an `LLM`, or what `LLM` takes as its model, which is loaded at once.
-        options: of `LLM`, where it is not made yet.
-
-    Attributes:
-        llm: the `LLM`.
-
-    Raises:
-        LeapaheadError: as of `LLM`.
-    """
-
-    def __init__(self, model: Any = None, **options: Any) -> None:
-        if isinstance(model, LLM) and options:
-            raise BadParameter(f"{', '.join(options)} belong to the LLM, which is made already; give them to LLM(...)")
-        self.llm = model if isinstance(model, LLM) else LLM(model, **options)
-        self._driver = Driver(self.llm.engine)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Cancels what is running, ends the thread and releases the caches. The end of the program does the same."""
-        await in_thread(self.llm.close)
-        await in_thread(self._driver.join)
-
-    @overload
-    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result: ...
-
-    @overload
-    async def generate(self, prompt: Prompts, **options: Unpack[Options]) -> list[Result]: ...
-
-    async def generate(self, prompt: Any, **options: Unpack[Options]) -> Any:
-        """As `LLM.generate`, with its arguments and errors. Cancelling the task cancels its requests."""
-        single, llm = is_single(prompt), self.llm
-        requests = await in_thread(llm.requests, [prompt] if single else list(prompt), options)
-        changed, notify = wake_up()
-        groups: list[list[Handle]] = []
-        try:
-            for request, sampling in requests:
-                groups.append(await self.submit(request, sampling, notify))
-            handles = [handle for group in groups for handle in group]
-            while not over(handles):
-                await changed.wait()
-                changed.clear()
-        finally:
-            for handle in (handle for group in groups for handle in group):
-                llm.engine.cancel(handle, wait=False)
-        return llm._results(groups, options, single)
-
-    async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Piece, None]:
-        """As `LLM.stream`, asynchronously. Cancelling the task, or closing the generator, cancels the request."""
-        llm = self.llm
-        request = await in_thread(llm._streamed, prompt, options)
-        writer, (changed, notify) = llm.writer(options), wake_up()
-        (handle,) = await self.submit(request, [request.sampling], notify)
-        try:
-            while True:
-                changed.clear()
-                over = handle.done  # before it is polled, lest the last output come in between
-                if (output := llm.engine.poll(handle)) is not None:
-                    yield writer.piece(handle, output)
-                elif over:
-                    check(handle)
-                    return
-                else:
-                    await changed.wait()
-        finally:
-            llm.engine.cancel(handle, wait=False)
-
-    async def submit(
-        self, request: Request, sampling: Sequence[SamplingParams], notify: Callable[[], None]
-    ) -> list[Handle]:
-        """As `Engine.submit_samples`; a thread of this object drives the engine."""
-        engine = self.llm.engine
-        if engine.is_stepping:
-            raise LeapaheadError("a criterion, processor or callback cannot wait for a request of its own engine")
-        await in_thread(engine.prepare, request.drafter)  # it may measure; a task cancelled meanwhile is gone
-        handles = engine.submit_samples(request, sampling, notify)
-        self._driver.start()
-        return handles

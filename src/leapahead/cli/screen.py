@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich import box
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from leapahead.api import LLM
@@ -25,6 +25,7 @@ from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.drafters import registry
 from leapahead.inputs import Options
 from leapahead.models import loading as models
+from leapahead.progress import bars
 from leapahead.results import Piece, Result
 
 if TYPE_CHECKING:
@@ -241,12 +242,8 @@ class Bar:
 @contextmanager
 def progress(what: str) -> Iterator[Bar]:
     """A progress bar on standard error while the block runs; only its lines (`Bar.say`) where that is no terminal."""
-    columns = (
-        *(TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[count]}")),
-        *(TimeElapsedColumn(), TimeRemainingColumn()),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:
-        yield Bar(bars, what)
+    with bars(Console(stderr=True), disable=not sys.stderr.isatty()) as shown:
+        yield Bar(shown, what)
 
 
 @contextmanager

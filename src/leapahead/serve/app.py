@@ -18,7 +18,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from leapahead import __version__
-from leapahead.api import LLM, AsyncLLM
+from leapahead.api import LLM
+from leapahead.asynchronous import AsyncLLM
 from leapahead.core.errors import LeapaheadError
 from leapahead.serve import anthropic, bounds, chat, completions, errors, page, responses
 from leapahead.serve.anthropic_replies import MessageReply, TokenCount

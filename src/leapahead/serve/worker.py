@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
-from leapahead.api import LLM, AsyncLLM
+from leapahead.api import LLM
+from leapahead.asynchronous import AsyncLLM
 from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
