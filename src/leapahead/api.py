@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -108,6 +109,7 @@ class LLM:
         backend |= {"engine": engine, "dtype": dtype, "device": device}
         self._networks = {} if head is None else {"head": head}
         named = {} if draft is None else {"draft": names(draft)}
+        check_names_of(options, drafter)
         registry.make(drafter, **options, **self._networks, **named)  # refuses before the load, which may take long
         self.drafter_cache = cache_sections.given(drafter_cache)
         loaded = loading.load(
@@ -314,3 +316,17 @@ class LLM:
             yield
         finally:
             self.drafter_cache = kept
+
+
+def check_names_of(options: Iterable[str], drafter: str | registry.DrafterClass) -> None:
+    """Refuses an option that the drafter has not, if its name resembles that of an option of `LLM` or an engine most.
+
+    Raises:
+        BadParameter: there is one; or the drafter is unknown.
+    """
+    of_drafter = registry.options(registry.kind_of(drafter))
+    others = [*signature(LLM).parameters, *loading.ENGINE_OPTIONS]
+    for name in options:
+        meant = registry.similar(name, [*of_drafter, *others])
+        if name not in of_drafter and meant in others:
+            raise BadParameter(f"LLM has no option {name!r} (did you mean {meant!r}?)")

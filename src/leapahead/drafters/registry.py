@@ -86,7 +86,7 @@ def load(name: str) -> DrafterClass:
                 f"{first_line(error)}; repair or uninstall it"
             ) from error
     else:
-        raise BadParameter(f"there is no drafter {name!r}{_nearest(name, names())}; there are {', '.join(names())}")
+        raise BadParameter(f"there is no drafter {name!r}{_meant(name, names())}; there are {', '.join(names())}")
     return _checked(found, f"the entry point {name!r} gives")
 
 
@@ -97,14 +97,22 @@ def options(drafter: DrafterClass) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in inspect.signature(drafter).parameters.items() if p.kind != p.VAR_KEYWORD}
 
 
+def kind_of(drafter: str | DrafterClass) -> DrafterClass:
+    """The class of a drafter that is given by its name or as a class.
+
+    Raises:
+        BadParameter: the drafter is unknown, or is no drafter.
+    """
+    return load(drafter) if isinstance(drafter, str) else _checked(drafter, A_CLASS)
+
+
 def branching(*drafters: str | DrafterClass) -> str:
     """The name of the first of these drafters that needs branches in its drafts; "" if none does.
 
     Raises:
         BadParameter: a drafter is unknown, or is no drafter.
     """
-    kinds = [load(drafter) if isinstance(drafter, str) else _checked(drafter, A_CLASS) for drafter in drafters]
-    return next((kind.name for kind in kinds if TREE in kind.needs), "")
+    return next((kind.name for kind in map(kind_of, drafters) if TREE in kind.needs), "")
 
 
 def make(drafter: str | DrafterClass, **given: Any) -> Drafter:
@@ -117,12 +125,12 @@ def make(drafter: str | DrafterClass, **given: Any) -> Drafter:
     Raises:
         BadParameter: the drafter is unknown, is no drafter, or does not take such an option or value.
     """
-    kind = load(drafter) if isinstance(drafter, str) else _checked(drafter, A_CLASS)
+    kind = kind_of(drafter)
     known = options(kind)
     for option in given:
         if option not in known:
             raise BadParameter(
-                f"drafter {kind.name!r} has no option {option!r}{_nearest(option, known)}; "
+                f"drafter {kind.name!r} has no option {option!r}{_meant(option, known)}; "
                 + (f"it has {', '.join(known)}" if known else "it has none")
             )
         if option != "seed" and is_whole(given[option]) and given[option] > MOST and _is_ours(kind):
@@ -155,6 +163,14 @@ def _checked(found: Any, where: str) -> DrafterClass:
     return found
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def similar(word: str, known: Iterable[str]) -> str:
+    """The known word most similar to a word, or contained in it, as `dtype` in `torch_dtype`; "" for none."""
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1)
+    if close and difflib.SequenceMatcher(None, word, close[0]).ratio() > 0.7:
+        return close[0]
+    return max((each for each in names if len(each) > 3 and each in word), key=len, default=[*close, ""][0])
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    return f" (did you mean {found!r}?)" if (found := similar(word, known)) else ""
