@@ -327,6 +327,6 @@ def check_names_of(options: Iterable[str], drafter: str | registry.DrafterClass)
     of_drafter = registry.options(registry.kind_of(drafter))
     others = [*signature(LLM).parameters, *loading.ENGINE_OPTIONS]
     for name in options:
-        meant = registry.similar(name, [*of_drafter, *others])
+        meant = registry.similar(name, [*of_drafter, *others], cutoff=0.75)
         if name not in of_drafter and meant in others:
             raise BadParameter(f"LLM has no option {name!r} (did you mean {meant!r}?)")

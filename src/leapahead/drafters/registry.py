@@ -163,13 +163,16 @@ def _checked(found: Any, where: str) -> DrafterClass:
     return found
 
 
-def similar(word: str, known: Iterable[str]) -> str:
-    """The known word most similar to a word, or contained in it, as `dtype` in `torch_dtype`; "" for none."""
+def similar(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The known word most similar to a word, or contained in it, as `dtype` in `torch_dtype`; "" for none.
+
+    Args:
+        cutoff: `difflib`'s ratio from which on a word that is not contained is similar.
+    """
     names = list(known)
-    close = difflib.get_close_matches(word, names, n=1)
-    if close and difflib.SequenceMatcher(None, word, close[0]).ratio() > 0.7:
-        return close[0]
-    return max((each for each in names if len(each) > 3 and each in word), key=len, default=[*close, ""][0])
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
+    parts = sorted((each for each in names if len(each) > 3 and each in word), key=len)
+    return (close or parts[-1:] or difflib.get_close_matches(word, names, n=1, cutoff=cutoff) or [""])[0]
 
 
 def _meant(word: str, known: Iterable[str]) -> str:
