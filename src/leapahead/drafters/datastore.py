@@ -28,7 +28,10 @@ class DatastoreDrafter(Planned):
     def __init__(self, file: str | Path = "", nodes: int = 16) -> None:
         super().__init__(nodes)
         if is_left_out(file):
-            raise BadParameter("the drafter 'datastore' needs file=..., which `leapahead datastore build` writes")
+            raise BadParameter(
+                "the drafter 'datastore' needs file=... (-o file=... on the command line), a file that "
+                "`leapahead datastore build` writes"
+            )
         self.store = Store(file, "file")
 
     def attach(self, host: Host) -> None:
