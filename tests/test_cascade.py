@@ -256,7 +256,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], says: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cascade", pytest.param("ouroboros", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["cascade", "ouroboros"])
 def test_the_bundled_models(name: str) -> None:
     """In float32, with branches, greedy and seeded, alone and together."""
     plain = LLM(dtype="float32", drafter="plain")
@@ -270,11 +270,7 @@ def test_the_bundled_models(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [("cascade", "lengths=2"), pytest.param(("ouroboros", "length=3"), marks=pytest.mark.slow)],
-    ids=lambda each: each[0],
-)
+@pytest.mark.parametrize("more", [("cascade", "lengths=2"), ("ouroboros", "length=3")], ids=lambda each: each[0])
 def test_the_command_line(leapahead: Any, more: Sequence[str], tmp_path: Path) -> None:
     (name, option), page = more, tmp_path / "page.html"
     given = ["-d", name, "--draft", "bundled", "-o", "nodes=6", "-o", option, "--dtype", "float32"]

@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any
 
 import pytest
-from helpers import mostly_slow
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -380,11 +379,7 @@ def llm(marked: Any) -> LLM:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "parallel"),
-    mostly_slow(
-        [(each, parallel) for each in (HERMES, LLAMA, MISTRAL) for parallel in (False, True)],
-        (LLAMA, True),
-        (MISTRAL, False),
-    ),
+    [(each, parallel) for each in (HERMES, LLAMA, MISTRAL) for parallel in (False, True)],
     ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_required_calls_have_their_schema(llm: LLM, marked: Any, format: Any, parallel: bool) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import jinja2
 import jsonschema
 import pytest
-from helpers import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from templates import DEEPSEEK_V3, DEEPSEEK_V31, QWEN3_CODER
@@ -258,11 +257,7 @@ WEATHER = Tool(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "parallel"),
-    mostly_slow(
-        [(each, parallel) for each in (QWEN, V3, V31) for parallel in (False, True)],
-        (QWEN, True),
-        (V3, False),
-    ),
+    [(each, parallel) for each in (QWEN, V3, V31) for parallel in (False, True)],
     ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_required_calls_have_their_schema(llm: LLM, marked: Any, format: Any, parallel: bool) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from click.testing import CliRunner, Result
-from helpers import GREEDY, PROMPT, mostly_slow, run
+from helpers import GREEDY, PROMPT, run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -446,7 +446,7 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(RUNS, "cost", "match", "expected"))
+@pytest.mark.parametrize("name", RUNS)
 def test_a_command_writes_its_files(lab: Any, tmp_path: Path, name: str) -> None:
     args, word = RUNS[name]
     result = lab(name, *args, "--out", str(tmp_path / "v1.2"))
@@ -559,7 +559,7 @@ def test_what_is_unknown_is_refused_before_a_file_is_written(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [pytest.param("1", marks=pytest.mark.slow), "2"])
+@pytest.mark.parametrize("steps", ["1", "2"])
 def test_steps_too_few_to_have_all_kinds(lab: Any, monkeypatch: pytest.MonkeyPatch, steps: str) -> None:
     for name in ("overhead", "whole_steps"):
         monkeypatch.setattr(toy_overhead, name, lambda *_, **__: [{}])

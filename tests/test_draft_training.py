@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import mostly_slow
 
 torch = pytest.importorskip("torch")
 
@@ -80,7 +79,7 @@ def test_the_loss_is_the_mean_over_texts_of_the_mean_over_their_answers(target: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("divergence", mostly_slow(DIVERGENCES, next(iter(DIVERGENCES))))
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_every_divergence_brings_the_draft_model_nearer(
     divergence: str, target: Any, texts: list[Text], tmp_path: Path
 ) -> None:

@@ -47,7 +47,7 @@ def target_of(kind: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", [*FAST, *OTHERS])
 def test_bits_of_each_family(name: str) -> None:
     """Windows, experts, learned positions and latent keys among them; three sequences in turns."""
     target = load(BY_NAME[name].path(), n_ctx=256, n_seq_max=3)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from helpers import mostly_slow
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -238,7 +237,7 @@ def test_the_old_way_to_write_a_rope(load: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bf16_is_bit_exact_or_rounded_to_nearest_even(tmp_path: Path, dtype: Any) -> None:
     model = random_llama(tmp_path, dtype=dtype)
     found = tensors(export_gguf(tmp_path, tmp_path / "m.gguf"))
@@ -372,7 +371,7 @@ ENDS = ("endoftext", "user")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, "f32", "q8_0", "q4_k_m"))
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_loads_and_continues_the_text(load: Any, bundled: Any, bundled_files: Any, kind: str) -> None:
     """The float32 model finds the greedy continuation likely."""
     model, tokenizer = bundled
@@ -405,14 +404,10 @@ def test_the_kinds_shrink(bundled_files: Any) -> None:
     [
         ("q8_0", 48, {"Q8_0": 1, "F16": 7, "F32": 3}, {"F16": 7}),
         ("q4_k_m", 32, {"Q8_0": 3, "Q5_0": 5, "F32": 3}, {"Q8_0": 3, "Q5_0": 5}),
-        *mostly_slow(
-            [
-                ("q8_0", 32, {"Q8_0": 8, "F32": 3}, {}),
-                ("q6_k", 32, {"Q8_0": 8, "F32": 3}, {"Q8_0": 8}),
-                ("q4_0", 32, {"Q4_0": 7, "Q8_0": 1, "F32": 3}, {"Q8_0": 1}),
-                ("iq4_nl", 32, {"IQ4_NL": 7, "Q8_0": 1, "F32": 3}, {"Q8_0": 1}),
-            ]
-        ),
+        ("q8_0", 32, {"Q8_0": 8, "F32": 3}, {}),
+        ("q6_k", 32, {"Q8_0": 8, "F32": 3}, {"Q8_0": 8}),
+        ("q4_0", 32, {"Q4_0": 7, "Q8_0": 1, "F32": 3}, {"Q8_0": 1}),
+        ("iq4_nl", 32, {"IQ4_NL": 7, "Q8_0": 1, "F32": 3}, {"Q8_0": 1}),
     ],
 )
 def test_rows_that_cannot_be_packed(

@@ -461,17 +461,9 @@ LLAMA_3_ROPE = {
 @pytest.mark.parametrize(
     ("rope", "values"),
     [
-        pytest.param(
-            {"rope_type": "linear", "factor": 8.0},
-            {f"{ROPE}.scaling.type": "linear", f"{ROPE}.scaling.factor": 8.0},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"rope_type": "linear", "factor": 4.0}, {f"{ROPE}.scale_linear": 4.0}, marks=pytest.mark.slow),
-        pytest.param(
-            {"rope_type": "default"},
-            {f"{ROPE}.scaling.type": "none", f"{ROPE}.scaling.factor": 8.0},
-            marks=pytest.mark.slow,
-        ),
+        ({"rope_type": "linear", "factor": 8.0}, {f"{ROPE}.scaling.type": "linear", f"{ROPE}.scaling.factor": 8.0}),
+        ({"rope_type": "linear", "factor": 4.0}, {f"{ROPE}.scale_linear": 4.0}),
+        ({"rope_type": "default"}, {f"{ROPE}.scaling.type": "none", f"{ROPE}.scaling.factor": 8.0}),
         (LLAMA_3_ROPE, {}),
     ],
 )
@@ -540,9 +532,7 @@ def test_a_gguf_file_that_openvino_would_compute_as_another(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "pre", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt-2", "llama-bpe")), "qwen2"]
-)
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
 def test_the_tokenizer_of_a_gguf_file(
     pre: str, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

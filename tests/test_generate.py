@@ -661,7 +661,7 @@ def test_a_model_is_freed_with_its_llm(tiny_folder: Path, attribute: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("Transformers", marks=pytest.mark.slow), "GGUF"])
+@pytest.mark.parametrize("kind", ["Transformers", "GGUF"])
 def test_the_interpreter_ends_while_daemon_threads_decode(tiny_folder: Path, kind: str) -> None:
     """Python stops such threads wherever they are. Within a forward, or while the model was freed, that was a crash."""
     if kind == "GGUF":

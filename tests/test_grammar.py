@@ -128,7 +128,7 @@ def test_samples_and_streams_follow_the_grammar_each_for_itself(llm: LLM) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", mostly_slow([GREEDY, SAMPLED], SAMPLED), ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_bundled_model(tiny_bundled: LLM, sampling: dict[str, Any]) -> None:
     options: dict[str, Any] = {"grammar": GRAMMARS["schema"], "max_new_tokens": 150, **sampling}
     plain = tiny_bundled.generate("# A person as JSON:\n", drafter="plain", **options)
@@ -575,7 +575,7 @@ def test_a_grammar_is_compiled_once(grammars: Grammars) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["llama.cpp", pytest.param("openvino", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["llama.cpp", "openvino"])
 def test_other_engines(engine: str, tmp_path: Path) -> None:
     from leapahead.models import loading
 

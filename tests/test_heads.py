@@ -14,7 +14,7 @@ import heads
 import numpy as np
 import pytest
 import torch
-from helpers import FixedLatency, mostly_slow
+from helpers import FixedLatency
 from safetensors import SafetensorError
 
 from leapahead import LLM, Request
@@ -56,7 +56,7 @@ def worst(found: list[heads.Computed], model: Any, head: Head, kind: str, ids: n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, *FAST))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 1.0])
 def test_candidates_are_those_of_a_full_recomputation(
     kind: str, temperature: float, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -269,10 +269,7 @@ EVERY = [(kind, name) for kind in KINDS for name in OPTIONS]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    mostly_slow(EVERY, *((kind, "nodes") for kind in FAST), ("eagle3", "depth"), ("eagle3", "planned")),
-)
+@pytest.mark.parametrize(("kind", "name"), EVERY)
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 0.8])
 def test_no_text_changes(
     kind: str, name: str, temperature: float, tiny_model: Any, tokenizer: Any, tmp_path: Path
@@ -315,7 +312,7 @@ def test_long_prompts_are_read_in_chunks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, *FAST))
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_beginning_of_a_prompt_is_not_read_again(
     kind: str, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -646,7 +643,7 @@ def test_commands_take_a_head(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", mostly_slow([0.0, 1.0], 1.0))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_bundled_head(temperature: float) -> None:
     prompt = 'def add(a, b):\n    """Return the sum of a and b."""\n'
     with LLM(dtype="float32", drafter="head", head="bundled", nodes=16) as llm:

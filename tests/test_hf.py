@@ -338,7 +338,7 @@ WARPERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", mostly_slow(WARPERS, *WARPERS[::3]), ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("options", WARPERS, ids=lambda options: "-".join(options))
 def test_sampled_text_and_its_scores(llama: Any, options: dict[str, Any]) -> None:
     """The text is that of plain decoding; scores and logits are those of Transformers after the same prefixes."""
     options = {"do_sample": True, **options}

@@ -147,7 +147,7 @@ def test_models_of_the_user_are_not_changed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.filterwarnings("ignore:the draft model")  # that it is too slow, by what has been measured
 def test_texts(temperature: float) -> None:
     """Of every draft, where a draft model may be one whose layers are the target's own packed ones."""

@@ -63,11 +63,7 @@ def plain(target: Any, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "modules", "options"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (index >= SLOW)) for index, case in enumerate(CASES)],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "modules", "options"), CASES, ids=str)
 def test_candidates_are_those_of_a_full_recomputation(
     name: str, modules: int, options: dict[str, Any], models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,14 +79,7 @@ def test_candidates_are_those_of_a_full_recomputation(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "modules"),
-    [
-        ("glm4_moe", 3),
-        pytest.param("glm4_moe", 1, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "modules"), [("glm4_moe", 3), ("glm4_moe", 1), ("deepseek_v3", 2)])
 def test_chains_are_those_of_transformers(
     name: str, modules: int, models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

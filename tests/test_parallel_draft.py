@@ -59,15 +59,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"nodes": 12},
-        pytest.param({"nodes": 20, "depth": 2}, marks=pytest.mark.slow),
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"nodes": 6, "chain": True}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("options", [{"nodes": 12}, {"nodes": 20, "depth": 2}, {}, {"nodes": 6, "chain": True}])
 def test_candidates_are_those_of_a_full_recomputation(
     options: dict[str, Any], temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,7 @@ def test_space_predicts_more_than_pass_and_its_texts_are_its_own(texts: list[Tex
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("pass", marks=pytest.mark.slow), "space"])
+@pytest.mark.parametrize("kind", ["pass", "space"])
 def test_a_resumed_training_is_the_same(kind: str, texts: list[Text], tmp_path: Path) -> None:
     given: dict[str, Any] = {"steps": 4, "accumulate": 2, "groups": 3}
     whole, training, _ = made(kind, texts, tmp_path / "whole", **given)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME, VOCABULARY
-from helpers import NoisyChain, attached, mostly_slow
+from helpers import NoisyChain, attached
 
 from leapahead import Engine, Request
 from leapahead.core.sampling import SamplingParams
@@ -169,9 +169,7 @@ SETTINGS = ("granitemoehybrid", "nemotron_h", "zamba2", "falcon_h1", "qwen3_next
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == SETTINGS[0] else pytest.mark.slow) for n in SETTINGS]
-)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_modules_have_other_settings_while_they_read_drafts(name: str) -> None:
     """On models that nobody else runs: short chunks and time steps without bounds, and none of it for prompts."""
     model = replace(BY_NAME[name], options={**BY_NAME[name].options, **LONG_CHUNKS.get(name, {})}).build()
@@ -231,7 +229,7 @@ def test_rejections_in_a_row_do_not_add_up() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mostly_slow(NAMES, "qwen3_next"))
+@pytest.mark.parametrize("name", NAMES)
 def test_prompts_that_begin_like_earlier_ones(name: str) -> None:
     """One is the same again, one continues its text, one parts in its middle; also while a session is open."""
     prompt = tuple(range(3, 23))

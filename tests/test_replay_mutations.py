@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, BY_NAME
-from helpers import NoisyChain, Oracle, attached, mostly_slow
+from helpers import NoisyChain, Oracle, attached
 
 from leapahead import Engine, Request
 from leapahead.core.stop import StopParams
@@ -140,7 +140,7 @@ settle, end = StatefulCache.settle, StatefulCache.end
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "broken"), [("settle", first_branch), ("end", without_branches)])
-@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("granitemoehybrid", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid"])
 def test_a_state_of_another_branch_is_caught_by_the_test_of_branches(
     name: str, method: str, broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,9 +159,7 @@ def test_a_state_of_another_branch_is_caught_by_the_test_of_branches(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["qwen3_next", *(pytest.param(each, marks=pytest.mark.slow) for each in ("granitemoehybrid", "mamba2"))]
-)
+@pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid", "mamba2"])
 def test_a_state_that_is_written_while_it_is_kept_is_caught_by_the_next_text(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,9 +204,7 @@ def state_distance(name: str, dtype: torch.dtype, seed: int) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "zamba" else pytest.mark.slow) for name in EMPTY_START]
-)
+@pytest.mark.parametrize("name", EMPTY_START)
 @pytest.mark.slow
 def test_a_forward_that_begins_with_an_empty_state_is_found_with_margin(name: str, dtype: str) -> None:
     """By the states, where the logits of some weights show less than rounding."""
@@ -219,9 +215,7 @@ def test_a_forward_that_begins_with_an_empty_state_is_found_with_margin(name: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in REPLAYING]
-)
+@pytest.mark.parametrize("name", REPLAYING)
 def test_right_states_are_far_from_the_limit(name: str, dtype: str) -> None:
     if name in FLOAT32 and dtype != "float32":
         pytest.skip("the tiny model does not run in half precision")
@@ -230,13 +224,7 @@ def test_right_states_are_far_from_the_limit(name: str, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    mostly_slow(
-        [(name, dtype) for name in ("nemotron_h", "zamba2") for dtype in DTYPES],
-        *(("nemotron_h", "float32"), ("zamba2", "bfloat16")),
-    ),
-)
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in ("nemotron_h", "zamba2") for dtype in DTYPES])
 def test_time_steps_that_are_bounded_in_forwards_of_several_tokens_only(name: str, dtype: str) -> None:
     """Such models decode plainly, even where rounding hides the difference; without the bound they take chains."""
     model = BY_NAME[name].build(DTYPES[dtype])

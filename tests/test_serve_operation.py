@@ -131,7 +131,7 @@ def test_cache_entries_of_prompts_are_shared_within_a_key() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["transformers", "llama.cpp", pytest.param("openvino", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["transformers", "llama.cpp", "openvino"])
 def test_every_target_keeps_the_entries_of_owners_apart(engine: str, request: pytest.FixtureRequest) -> None:
     """The owner is what opens a session; a fork has that of its first session."""
     from leapahead.core.sampling import SamplingParams

@@ -88,9 +88,7 @@ def prompt(running: Running, **options: Any) -> list[int]:
     ("choice", "parallel"),
     [
         *(("required", False), ("auto", True)),
-        *mostly_slow(
-            [("required", True), (NAMED, True), ("none", True), ("auto", False), ("none", False), (NAMED, False)]
-        ),
+        *(("required", True), (NAMED, True), ("none", True), ("auto", False), ("none", False), (NAMED, False)),
     ],
     ids=str,
 )
@@ -302,7 +300,7 @@ def test_reasoning(thinking: Running, llm: LLM) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", mostly_slow(range(3), 0))
+@pytest.mark.parametrize("seed", range(3))
 def test_json_stands_behind_the_reasoning(thinking: Running, llm: LLM, seed: int) -> None:
     """The reasoning is free, and what stands behind it has the schema."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}
@@ -448,7 +446,7 @@ def test_the_options_of_the_command(leapahead: Any, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", mostly_slow(range(4), 0, 1))
+@pytest.mark.parametrize("seed", range(4))
 def test_calls_or_a_form(running: Running, client: openai.OpenAI, llm: LLM, seed: int) -> None:
     """With tools and a form, an answer is calls or JSON of the form, as plain decoding under that grammar."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

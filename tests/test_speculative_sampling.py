@@ -87,11 +87,11 @@ def deviation(
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"width": 1, "depth": 2}, marks=pytest.mark.slow),
+        {"width": 1, "depth": 2},
         {"rule": "sequoia", "width": 3, "depth": 2},
-        pytest.param({"rule": "specinfer", "width": 2, "depth": 2}, marks=pytest.mark.slow),
-        pytest.param({"rule": "spectr", "width": 2, "depth": 2}, marks=pytest.mark.slow),
-        pytest.param({"rule": "sequoia", "width": 2, "depth": 3, "nodes": 5, "unsure": 0.5}, marks=pytest.mark.slow),
+        {"rule": "specinfer", "width": 2, "depth": 2},
+        {"rule": "spectr", "width": 2, "depth": 2},
+        {"rule": "sequoia", "width": 2, "depth": 3, "nodes": 5, "unsure": 0.5},
     ],
     ids=str,
 )
@@ -180,9 +180,7 @@ def test_mutations_are_caught() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rule", ["sequoia", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("leviathan", "specinfer", "spectr"))]
-)
+@pytest.mark.parametrize("rule", ["sequoia", "leviathan", "specinfer", "spectr"])
 def test_the_bundled_models_are_exact_in_distribution(rule: str) -> None:
     """Texts of three tokens out of the three likeliest each, against probabilities without any draft."""
     loaded, draft = (loading.load(loading.bundled(name), dtype="float32") for name in ("tiny", "tiny-draft"))

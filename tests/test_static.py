@@ -106,7 +106,7 @@ def test_right_drafts_are_accepted(target: TransformersTarget) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("eager_choice", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("eager_choice", [False, True])
 def test_a_batch_gives_each_text_its_own(usual: TransformersTarget, eager_choice: bool) -> None:
     """Sequences of different lengths join and end while others go on."""
     target = capturing(eager_choice=eager_choice)
@@ -484,7 +484,7 @@ class Spoiled(torch.nn.Module):
         ("reads a value", "the host reads a value in its forward (aten._local_scalar_dense)"),
         ("counts rows", "the host reads a value in its forward (aten.nonzero)"),
         ("a number of the host", "a repeated forward gives other logits"),
-        pytest.param("nothing", "", marks=pytest.mark.slow),
+        ("nothing", ""),
     ],
 )
 def test_what_a_graph_cannot_repeat_is_refused(how: str, reason: str) -> None:

@@ -63,7 +63,7 @@ def plain_text(target: TransformersTarget, compiler: Compiler, interpreted: Inte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [pytest.param(recorded, marks=pytest.mark.slow), Calls], ids=["graphs", "calls"])
+@pytest.mark.parametrize("backend", [recorded, Calls], ids=["graphs", "calls"])
 def test_what_is_used_most_is_compiled_and_then_used(backend: Callable[[], Any]) -> None:
     told = list[str]()
     interpreted = Interpreted()

@@ -13,7 +13,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import heads  # noqa: E402
-from helpers import mostly_slow  # noqa: E402
 from training_parts import KINDS, QUIET, VOCABULARY, made, model_of, settings_of, stopping, texts_of  # noqa: E402
 
 from leapahead import Engine, Request, SamplingParams, StopParams  # noqa: E402
@@ -124,7 +123,7 @@ def test_a_block_is_trained_as_if_it_were_alone(target: TrainingTarget, texts: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, "eagle3"))
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_falls(kind: str, target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
     _, training = made(target, texts, settings_of(kind), tmp_path / "checkpoint")
     points = training.run(QUIET).points
@@ -180,7 +179,7 @@ def test_what_is_the_targets_is_not_trained(target: TrainingTarget, texts: Any, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", mostly_slow(LOSSES, "ce", "kl"))
+@pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_trains(loss: str, target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
     _, training = made(target, texts, settings_of("eagle3", loss=loss, draft_vocab=40), tmp_path / "checkpoint")
     points = training.run(QUIET).points
@@ -260,7 +259,7 @@ def test_muon_is_refused_where_pytorch_has_none(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, "eagle3", "medusa"))
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_training_is_the_same(kind: str, target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
     settings = settings_of(kind, steps=9, accumulate=2)
     whole, training = made(target, texts, settings, tmp_path / "whole")
@@ -332,7 +331,7 @@ def naive(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, "eagle3", "medusa", "dflash"))
+@pytest.mark.parametrize("kind", KINDS)
 def test_acceptance_is_that_of_drafting_place_by_place(
     kind: str, model: Any, target: TrainingTarget, texts: Any, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import BY_NAME
-from helpers import PROMPT, Scattered, mostly_slow, run
+from helpers import PROMPT, Scattered, run
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
@@ -56,7 +56,7 @@ def divide(model: Any, mode: FakeTensorMode) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packs", [False, True])
-@pytest.mark.parametrize("name", mostly_slow(["llama", "gemma3"], "gemma3"))
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_layers_on_two_devices_are_computed_where_they_lie(name: str, packs: bool) -> None:
     """An operation on tensors of two devices is an error.
 

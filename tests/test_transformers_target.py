@@ -148,9 +148,7 @@ def test_the_cost_of_a_replay() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["llama", "bloom", "mamba", pytest.param("recurrent_gemma", marks=pytest.mark.slow), "deepseek_v32"]
-)
+@pytest.mark.parametrize("name", ["llama", "bloom", "mamba", "recurrent_gemma", "deepseek_v32"])
 def test_a_fork_has_the_same_tokens_and_goes_its_own_way(name: str) -> None:
     target = build(name)
     forwards = list[int]()
