@@ -1070,6 +1070,22 @@ def test_the_models_own_values_are_computed_once(monkeypatch: pytest.MonkeyPatch
     assert len(calls) == 1
 
 
+def test_hidden_states_that_fail_for_longer_texts_leave_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = selftest.side_by_side
+
+    def short(states: Any, layers: Any) -> torch.Tensor:
+        if states[0].shape[1] > 1:
+            raise ValueError("states of one token only")
+        return right(states, layers)
+
+    monkeypatch.setattr(selftest, "side_by_side", short)
+    target = TransformersTarget(BY_NAME["llama"].build())
+    assert TREE in target.info.capabilities
+    assert HIDDEN not in target.info.capabilities
+    assert target.refusals == {HIDDEN: "states of one token only"}
+    assert target.info.hidden_size == 0
+
+
 def test_rounding_that_depends_on_the_number_of_entries_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on processors with AVX2 in half precision: numbers are rounded otherwise where they do not fill a vector."""
     right = torch.nn.functional.scaled_dot_product_attention

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 Table = Callable[[str, list[list[str]]], str]
 HEADS = (
-    "engine | weights | family | text | tokens compared | differing | differing without exact mode | distinct 4-grams"
+    "engine | weights | family | text | tokens compared | differing | differing without exact mode | "
+    "distinct 4-grams | on"
 )
 
 
@@ -17,22 +19,33 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
 
 
 def families(root: Path, table: Table) -> str:
-    """A line for each case, or why it was refused."""
+    """A line for each case, or why it was refused, and the machines that computed them."""
     rows = json.loads((root / "docs/bench/exact-families.json").read_text(encoding="utf-8"))["rows"]
-    lines, known = [], {}
+    lines: list[list[str]] = []
+    machines: list[str] = []
+    conditions: list[dict[str, Any]] = []
     for row in rows:
         name = [row["engine"], row["weights"], f"`{row['family']}`"]
         if "refused" in row:
-            line = [*name, f"refused: {row['refused']}", "", "", "", ""]
+            line = [*name, f"refused: {row['refused']}", "", "", "", "", ""]
             lines += [] if line in lines else [line]
             continue
-        known = row["conditions"]
+        conditions.append(row["conditions"])
+        machine = row["conditions"]["cpu"]
+        machines += [] if machine in machines else [machine]
         text = f"temperature {row['temperature']:g}" if row["temperature"] else "greedy"
         control = f"{row['control']['differing']} of {row['control']['tokens']:,}"
-        lines.append([*name, text, f"{row['tokens']:,}", str(row["differing"]), control, f"{row['distinct_4']:.2f}"])
+        counts = [f"{row['tokens']:,}", str(row["differing"]), control, f"{row['distinct_4']:.2f}"]
+        lines.append([*name, text, *counts, str(machines.index(machine) + 1)])
     texts, new = (", ".join(sorted({str(row[name]) for row in rows})) for name in ("texts", "new"))
-    versions = ", ".join(f"{name} {version}" for name, version in known["versions"].items())
+    named = "; ".join(f"on {number}: {machine}" for number, machine in enumerate(machines, 1))
+    names = dict.fromkeys(name for each in conditions for name in each["versions"])
+    versions = ", ".join(
+        f"{name} {' and '.join(sorted({each['versions'][name] for each in conditions if name in each['versions']}))}"
+        for name in names
+    )
+    commits = ", ".join(dict.fromkeys(each["commit"][:10] for each in conditions))
     return table(HEADS, lines) + (
         f"\n\nConditions: {texts} prompts of 5 to 111 tokens (a quarter of them without exact mode), {new} new tokens "
-        f"each, batches of 4; {known['cpu']}; {versions}; commit {known['commit'][:10]}."
+        f"each, batches of 4; {named}; {versions}; commits {commits}."
     )

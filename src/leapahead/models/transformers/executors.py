@@ -104,7 +104,7 @@ def own_outputs(model: Any, hidden_states: bool) -> selftest.OwnOutputs:
         return selftest.OwnOutputs(model)
     try:
         copied = twin(model)
-        return selftest.OwnOutputs(copied, *selftest.layers_of(copied, selftest.ONE_TOKEN))
+        return selftest.OwnOutputs(model, copied, *selftest.layers_of(copied, selftest.ONE_TOKEN))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -270,7 +270,7 @@ def tested_layers(own: selftest.OwnOutputs, ids: IntArray, executor: Executor) -
     if not isinstance(executor, CachedExecutor) or not own.layers:
         return (), own.refusal if isinstance(executor, CachedExecutor) else ""
     try:
-        another = executor.another(own.model)
+        another = executor.another(own.copied)
         prompts = test_prompts(own.model)
         result = selftest.run(another, own, ids, prompts, native=_native(another), layers=own.layers)
         another.forget()

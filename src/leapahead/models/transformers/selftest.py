@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leapahead.core.errors import Refused
+from leapahead.core.errors import Refused, first_line
 from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.base import BRANCHES, CHAIN, TREE
 from leapahead.models.transformers import families
@@ -137,22 +137,36 @@ class OwnOutputs:
     """A model's own values after paths, see `references`. Those of the last paths are kept.
 
     Args:
-        model: the model, or a copy of it that shares its weights.
-        layers: whose hidden states are computed with the logits.
+        model: the model.
+        copied: a copy of it that shares its weights, which computes the hidden states, and the logits with them.
+        layers: whose hidden states are computed; none where that fails.
         hidden_size: the width of one.
         refusal: why there are none.
     """
 
-    def __init__(self, model: Any, layers: Layers = (), hidden_size: int = 0, refusal: str = "") -> None:
-        self.model, self.layers, self.hidden_size, self.refusal = model, layers, hidden_size, refusal
+    def __init__(
+        self, model: Any, copied: Any = None, layers: Layers = (), hidden_size: int = 0, refusal: str = ""
+    ) -> None:
+        self.model, self.copied, self.layers, self.hidden_size = model, copied, layers, hidden_size
+        self.refusal = refusal
         self._paths: list[list[int]] = []
         self._found: list[Outputs] = []
 
     def after(self, paths: list[list[int]]) -> list[Outputs]:
         """By each of the model's two computations, the values after each path."""
         if paths != self._paths:
-            self._paths, self._found = paths, references(self.model, paths, self.layers)
+            self._paths, self._found = paths, self._computed(paths)
         return list(self._found)
+
+    def _computed(self, paths: list[list[int]]) -> list[Outputs]:
+        if self.layers:
+            try:
+                return references(self.copied, paths, self.layers)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # the model may still give its logits
+                self.layers, self.refusal = (), first_line(error)
+        return references(self.model, paths)
 
 
 def run(
