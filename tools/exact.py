@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,15 @@ def families(root: Path, table: Table) -> str:
         for name in names
     )
     commits = ", ".join(dict.fromkeys(each["commit"][:10] for each in conditions))
-    return table(HEADS, lines) + (
-        f"\n\nConditions: {texts} prompts of 5 to 111 tokens (a quarter of them without exact mode), {new} new tokens "
-        f"each, batches of 4; {named}; {versions}; commits {commits}."
+    compared = [row for row in rows if "refused" not in row]
+    return (
+        f"{_sum(compared)} tokens differ in exact mode, and {_sum([row['control'] for row in compared])} without it.\n\n"
+        f"{table(HEADS, lines)}\n\n"
+        f"Conditions: {texts} prompts of 5 to 111 tokens (a quarter of them without exact mode), {new} new tokens each, "
+        f"batches of 4; {named}; {versions}; commits {commits}."
     )
+
+
+def _sum(rows: Sequence[dict[str, Any]]) -> str:
+    differing, tokens = (sum(row[name] for row in rows) for name in ("differing", "tokens"))
+    return f"{differing:,} of {tokens:,}"
