@@ -170,7 +170,7 @@ def test_the_stored_result_of_a_search_is_used_and_its_lack_is_reported(
 def test_an_impossible_draft_of_the_target_is_refused_at_construction(own: LLM, draft: str, why: str) -> None:
     with pytest.raises(LeapaheadError, match=why):
         LLM(own.target, tokenizer=own.tokenizer, drafter="draft_model", draft=draft)
-    with pytest.raises(Refused, match=r"needs a model of Transformers; for a GGUF file"):
+    with pytest.raises(Refused, match=r"needs a model of Transformers; for a model of another engine give"):
         LLM(ToyTarget(), drafter="auto", draft=draft)
 
 

@@ -34,8 +34,7 @@ def families(root: Path, table: Table) -> str:
         machine = row["conditions"]["cpu"]
         machines += [] if machine in machines else [machine]
         text = f"temperature {row['temperature']:g}" if row["temperature"] else "greedy"
-        control = f"{row['control']['differing']} of {row['control']['tokens']:,}"
-        counts = [f"{row['tokens']:,}", str(row["differing"]), control, f"{row['distinct_4']:.2f}"]
+        counts = [f"{row['tokens']:,}", str(row["differing"]), _sum([row["control"]]), f"{row['distinct_4']:.2f}"]
         lines.append([*name, text, *counts, str(machines.index(machine) + 1)])
     texts, new = (", ".join(sorted({str(row[name]) for row in rows})) for name in ("texts", "new"))
     named = "; ".join(f"on {number}: {machine}" for number, machine in enumerate(machines, 1))
@@ -46,11 +45,11 @@ def families(root: Path, table: Table) -> str:
     )
     commits = ", ".join(dict.fromkeys(each["commit"][:10] for each in conditions))
     compared = [row for row in rows if "refused" not in row]
+    control = [row["control"] for row in compared]
     return (
-        f"{_sum(compared)} tokens differ in exact mode, and {_sum([row['control'] for row in compared])} without it.\n\n"
-        f"{table(HEADS, lines)}\n\n"
-        f"Conditions: {texts} prompts of 5 to 111 tokens (a quarter of them without exact mode), {new} new tokens each, "
-        f"batches of 4; {named}; {versions}; commits {commits}."
+        f"{_sum(compared)} tokens differ in exact mode, and {_sum(control)} without it.\n\n{table(HEADS, lines)}\n\n"
+        f"Conditions: {texts} prompts of 5 to 111 tokens (a quarter of them without exact mode), {new} new tokens "
+        f"each, batches of 4; {named}; {versions}; commits {commits}."
     )
 
 

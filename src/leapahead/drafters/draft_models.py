@@ -308,7 +308,7 @@ def made_of(target: Target | None, draft: str) -> DraftModel:
         LeapaheadError: it cannot be made of this target.
     """
     what, _, value = draft.removeprefix(SELF).partition("=")
-    instead = "for one of another engine give it in fewer bits, such as draft='model-q4_0.gguf'"
+    instead = "for a model of another engine give the same one in fewer bits, such as draft='model-q4_0.gguf'"
     target = copyable(target, f"draft={draft!r}", instead)
     view: Target
     if what == "skip":
