@@ -109,7 +109,7 @@ class LLM:
         backend |= {"engine": engine, "dtype": dtype, "device": device}
         self._networks = {} if head is None else {"head": head}
         named = {} if draft is None else {"draft": names(draft)}
-        check_names_of(options, drafter)
+        check_spelling(options, drafter)
         registry.make(drafter, **options, **self._networks, **named)  # refuses before the load, which may take long
         self.drafter_cache = cache_sections.given(drafter_cache)
         loaded = loading.load(
@@ -318,14 +318,14 @@ class LLM:
             self.drafter_cache = kept
 
 
-def check_names_of(options: Iterable[str], drafter: str | registry.DrafterClass) -> None:
-    """Refuses an option that the drafter has not, if its name resembles that of an option of `LLM` or an engine most.
+def check_spelling(options: Iterable[str], drafter: str | registry.DrafterClass) -> None:
+    """Refuses an option that the drafter does not have where one of `LLM` or of an engine has the most similar name.
 
     Raises:
         BadParameter: there is one; or the drafter is unknown.
     """
     of_drafter = registry.options(registry.kind_of(drafter))
-    others = [*signature(LLM).parameters, *loading.ENGINE_OPTIONS]
+    others = [name for name in (*signature(LLM).parameters, *loading.ENGINE_OPTIONS) if name != "options"]
     for name in options:
         meant = registry.similar(name, [*of_drafter, *others], cutoff=0.75)
         if name not in of_drafter and meant in others:

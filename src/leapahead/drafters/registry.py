@@ -164,14 +164,14 @@ def _checked(found: Any, where: str) -> DrafterClass:
 
 
 def similar(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The known word most similar to a word, or contained in it, as `dtype` in `torch_dtype`; "" for none.
+    """The known word most similar to a word, or with which it ends, as `torch_dtype` does with `dtype`; "" for none.
 
     Args:
-        cutoff: `difflib`'s ratio from which on a word that is not contained is similar.
+        cutoff: `difflib`'s ratio from which on any other word is similar.
     """
     names = list(known)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
-    parts = sorted((each for each in names if len(each) > 3 and each in word), key=len)
+    parts = sorted((each for each in names if len(each) > 3 and word.endswith(each)), key=len)
     return (close or parts[-1:] or difflib.get_close_matches(word, names, n=1, cutoff=cutoff) or [""])[0]
 
 
