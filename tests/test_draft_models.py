@@ -34,6 +34,8 @@ def test_what_cannot_draft_is_refused_by_name(tmp_path: Path) -> None:
         DraftModelDrafter()
     with pytest.raises(BadParameter, match="there is no folder"):
         Engine(ToyTarget()).drafter("draft_model", draft=str(tmp_path / "none"))
+    with pytest.raises(BadParameter, match=r"'plain' names a drafter, and no model: give drafter='plain'"):
+        Engine(ToyTarget()).drafter("draft_model", draft="plain")
     with pytest.raises(BadParameter, match="draft names no model"):
         DraftModelDrafter(" , ")
     with pytest.raises(Refused, match=r"drafter 'draft_model' needs chain"):
@@ -45,7 +47,7 @@ def test_a_draft_model_that_does_not_fit_beside_the_target_is_refused(
 ) -> None:
     file = tmp_path / "big.gguf"
     file.write_bytes(b"x" * 5000)
-    monkeypatch.setattr(draft_models, "memory_left", lambda: 4000)
+    monkeypatch.setattr(draft_models, "free_host_bytes", lambda: 4000)
     with pytest.raises(BadParameter, match=r"does not fit beside the target: its weights are .* GiB"):
         draft_models.load(str(file))
 

@@ -25,6 +25,7 @@ from leapahead.drafters.sources.draft import MASKED, DraftSource, ParallelDraftS
 from leapahead.models import loading
 from leapahead.models.base import CHAIN, TOP_K, SharesCache, Target, TargetInfo
 from leapahead.models.loading import Loaded
+from leapahead.models.memory import free_host_bytes
 from leapahead.planner.profile import LatencyProfiles
 
 if TYPE_CHECKING:
@@ -381,19 +382,9 @@ def _check_memory(name: str) -> None:
     """
     path = Path(name).expanduser()
     files = [path] if path.is_file() else list(path.glob("*.safetensors")) if path.is_dir() else []
-    size, left = sum(file.stat().st_size for file in files), memory_left()
-    if left is not None and size > left:
+    size, left = sum(file.stat().st_size for file in files), free_host_bytes()
+    if size > left:
         raise BadParameter(
             f"the draft model {name} does not fit beside the target: its weights are {size / 2**30:.1f} GiB and "
             f"{left / 2**30:.1f} GiB of memory are left; use a smaller one"
         )
-
-
-def memory_left() -> int | None:
-    """Bytes that can be allocated without swapping; None where the system does not report it."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    found = next((line for line in lines if line.startswith("MemAvailable:")), None)
-    return int(found.split()[1]) * 1024 if found else None

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from leapahead.core.errors import BadParameter, first_line
@@ -135,6 +136,11 @@ def make(drafter: str | DrafterClass, **given: Any) -> Drafter:
             )
         if option != "seed" and is_whole(given[option]) and given[option] > MOST and _is_ours(kind):
             raise BadParameter(f"{option}={given[option]} is not possible: it must be at most {MOST}")
+    if isinstance(draft := given.get("draft"), str) and draft in BUILT_IN and not Path(draft).exists():
+        raise BadParameter(
+            f"draft={draft!r} names a drafter, and no model: give drafter={draft!r}, or the name, folder or file of a "
+            "draft model"
+        )
     if issubclass(kind, SequenceDrafter):
         sequence_drafter = kind
         return PerSequence(lambda: sequence_drafter(**given))
