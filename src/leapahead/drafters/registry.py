@@ -136,7 +136,8 @@ def make(drafter: str | DrafterClass, **given: Any) -> Drafter:
             )
         if option != "seed" and is_whole(given[option]) and given[option] > MOST and _is_ours(kind):
             raise BadParameter(f"{option}={given[option]} is not possible: it must be at most {MOST}")
-    if isinstance(draft := given.get("draft"), str) and draft in BUILT_IN and not Path(draft).exists():
+    draft = given.get("draft") if _is_ours(kind) else None
+    if isinstance(draft, str) and draft in BUILT_IN and not Path(draft).exists():
         raise BadParameter(
             f"draft={draft!r} names a drafter, and no model: give drafter={draft!r}, or the name, folder or file of a "
             "draft model"
