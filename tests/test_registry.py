@@ -126,6 +126,19 @@ def test_a_datastore_needs_its_file() -> None:
         registry.make("datastore")
 
 
+def test_a_drafter_is_no_draft_model_of_ours_but_may_be_one_of_another_package() -> None:
+    class Chooses(Plain):
+        name = "chooses"
+
+        def __init__(self, draft: str) -> None:
+            assert draft == "suffix"
+
+    Chooses.__module__ = "elsewhere"
+    with pytest.raises(BadParameter, match=r"^draft='suffix' names a drafter, and no model: give drafter='suffix'"):
+        registry.make("draft_model", draft="suffix")
+    assert registry.make(Chooses, draft="suffix").name == "chooses"
+
+
 def test_a_class_may_be_given_instead_of_a_name() -> None:
     made = registry.make(RandomTrees, nodes=3)
     assert isinstance(made, PerSequence)
