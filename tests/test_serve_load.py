@@ -16,6 +16,7 @@ import pytest
 
 from leapahead import LLM, AsyncLLM
 from leapahead.inputs import Options
+from leapahead.serve.errors import ApiError
 from leapahead.serve.settings import Limits, Settings
 from leapahead.serve.worker import Job, Worker
 from tests.serving import Letters, Running, SlowToy, serving, toy_llm
@@ -280,6 +281,23 @@ def test_deadlines() -> None:
         streamed_body = running.post("/v1/completions", {**body, "stream": True}).text
         assert '"code": "deadline"' in streamed_body
         assert running.idle(1)
+
+
+def test_the_deadline_of_a_stream_that_is_read_slowly() -> None:
+    """Its reader always finds the next output there, and so never waits."""
+    settings = Settings(names=("tiny",), limits=Limits(unread=2))
+
+    async def read() -> None:
+        async with AsyncLLM(LLM(SlowToy(), tokenizer=Letters(), drafter="plain")) as llm:
+            worker, options = Worker(llm, settings), Options(max_new_tokens=60, ignore_eos=True, n=1)
+            async for piece in worker.pieces(Job([[1, 2, 3]], options, "", deadline_seconds=0.1)):
+                found.append(piece)
+                await asyncio.sleep(0.02)
+
+    found: list[Any] = []
+    with pytest.raises(ApiError, match=r"longer than its 0\.1 seconds"):
+        asyncio.run(read())
+    assert len(found) < 20
 
 
 @pytest.mark.slow

@@ -235,6 +235,7 @@ class Worker:
 
         def end() -> None:
             batch.is_late = True
+            self._interrupt(batch)  # a stream whose client reads slowly may never come to wait
             changed.set()
 
         if batch.seconds is not None:  # one timer for all waiting: a token costs none of its own
@@ -248,6 +249,8 @@ class Worker:
             requests = await asyncio.to_thread(self._requests, job, stream) if job.length else []
             for request, sampling in requests:
                 batch.handles += await self.llm.submit(request, sampling, notify)
+            if batch.is_late:
+                raise _late(batch)
         except BaseException:
             self._end(batch, job)
             raise
@@ -325,10 +328,12 @@ class Worker:
         if not batch.is_late:
             await changed.wait()
         if batch.is_late:
-            raise ApiError(504, f"the request took longer than its {batch.seconds:g} seconds", code="deadline")
+            raise _late(batch)
 
     def _check(self, batch: Batch, handle: Handle) -> None:
         """Raises what ended a text before it was complete."""
+        if handle.finish_reason == "cancelled" and batch.is_late:
+            raise _late(batch)
         if handle.finish_reason == "cancelled" and self._stopped:
             raise ApiError(503, "the server has stopped before the text was complete", code="shutting_down")
         try:
@@ -354,6 +359,9 @@ class Worker:
         self._live.remove(batch)
         if batch.timer is not None:
             batch.timer.cancel()
+        self._interrupt(batch)
+
+    def _interrupt(self, batch: Batch) -> None:
         for handle in batch.handles:
             self.llm.llm.engine.cancel(handle, wait=False)
 
@@ -363,8 +371,11 @@ class Worker:
         """Cancels everything: the time that running requests were given is over."""
         self._stopped = self.draining = True
         for batch in self._live:
-            for handle in batch.handles:
-                self.llm.llm.engine.cancel(handle, wait=False)
+            self._interrupt(batch)
+
+
+def _late(batch: Batch) -> ApiError:
+    return ApiError(504, f"the request took longer than its {batch.seconds:g} seconds", code="deadline")
 
 
 def _empty(job: Job, index: int) -> Result:
