@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from threading import Lock
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -60,17 +61,19 @@ class Application(FastAPI):
     """
 
     service: Service
+    _making = Lock()  # of the schema: several threads may ask for it
 
     def openapi(self) -> dict[str, Any]:
-        if not self.openapi_schema:
-            schema = super().openapi()
-            for path in schema["paths"].values():
-                for operation in path.values():
-                    operation["responses"].pop("422", None)
-            formats, limits = self.service.formats, self.service.settings.limits
-            has_tools = formats.tools is not None and formats.has_grammars
-            bounds.apply(schema, limits, self.service.texts.info, formats.has_grammars, has_tools)
-        return super().openapi()
+        with self._making:
+            if not self.openapi_schema:
+                schema = super().openapi()
+                for path in schema["paths"].values():
+                    for operation in path.values():
+                        operation["responses"].pop("422", None)
+                formats, limits = self.service.formats, self.service.settings.limits
+                has_tools = formats.tools is not None and formats.has_grammars
+                bounds.apply(schema, limits, self.service.texts.info, formats.has_grammars, has_tools)
+            return super().openapi()
 
 
 class JsonRequest(Request):
