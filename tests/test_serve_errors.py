@@ -344,6 +344,20 @@ def test_a_client_that_leaves_in_the_body(running: Running, caplog: pytest.LogCa
     assert [record.members["status"] for record in caplog.records] == [499]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_offer_of_another_protocol_is_not_accepted(running: Running, chunked: bool) -> None:
+    """Java's client makes one with every request: HTTP/2."""
+    body = b'{"prompt": "a", "max_tokens": 2}'
+    length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(body)
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\nUpgrade: h2c"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n%s\r\nContent-Type: application/json\r\n%s\r\n\r\n"
+    given = head % (offer, length) + (b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if chunked else body)
+    last = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    answer = everything(connected(running, given + given + last))
+    assert (answer.count(b"HTTP/1.1 200 OK"), answer.count(b'"text":')) == (3, 2)
+    assert b" 400 " in everything(connected(running, b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n"))
+
+
 def test_what_is_not_http(running: Running) -> None:
     answer = everything(connected(running, b"\x16\x03\x01 hello\r\n\r\n"))
     assert b" 400 " in answer

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from leapahead.core.errors import BadParameter
@@ -27,6 +28,32 @@ LAST_SECONDS = 2  # that cancelled requests have for their last words
 MOST_HEADERS = 64 * 1024  # bytes of a request's headers, and of its URL, together
 
 
+class Parser(HttpRequestParser):
+    """Reads requests, those that offer another protocol as well, as Java's client offers HTTP/2 with every one.
+
+    Nobody has to accept that, but httptools takes what follows the headers for the other protocol. So these headers are
+    read once more without the offer.
+
+    Args:
+        protocol: whose requests they are.
+    """
+
+    def __init__(self, protocol: Protocol) -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does, for pipelined requests
+
+    def feed_data(self, data: Any) -> None:
+        try:
+            super().feed_data(data)
+        except HttpParserUpgrade as offer:
+            headers = [b": ".join(pair) for pair in self._protocol.headers if pair[0] != b"upgrade"]
+            version = self.get_http_version().encode()
+            first = b"%s %s HTTP/%s" % (self.get_method(), self._protocol.url, version)
+            self._protocol.parser = Parser(self._protocol)
+            self._protocol.parser.feed_data(b"\r\n".join([first, *headers, b"", data[offer.args[0] :]]))
+
+
 class Protocol(HttpToolsProtocol):
     """A connection that must not take long for the headers of a request, which must not be long either, nor for reading
     the answer.
@@ -37,6 +64,7 @@ class Protocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, header_seconds: float, send_seconds: float, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.parser = Parser(self)
         self._header_seconds, self._send_seconds = header_seconds, send_seconds
         self._timer: asyncio.TimerHandle | None = None
         self._heading, self._head_bytes = True, 0  # whether headers are due; bytes of them so far
@@ -64,12 +92,16 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MOST_HEADERS:
             raise ValueError("the headers of the request are too long")  # which the parser reports as invalid
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("this is no proxy")
         self._heading, self._head_bytes = False, 0
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():  # see `Parser`
+            super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         self._heading = True
-        super().on_message_complete()
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
