@@ -379,6 +379,12 @@ def test_a_complete_text_ends_without_a_further_forward(llm: LLM) -> None:
     assert llm.generate("a", grammar=Grammar.choices(["b"]), min_new_tokens=9, max_new_tokens=30).text == "b"
 
 
+@pytest.mark.parametrize("grammar", [Grammar.lark('?start: a\na: "b::="'), Grammar.choices(["b::=", "\x7f"])], ids=str)
+def test_what_could_be_taken_for_another_syntax(grammars: Grammars, tokenizer: Any, grammar: Grammar) -> None:
+    state = grammars.compile(grammar).follow([], len(tokenizer))
+    assert state.allows(0, [], tokenizer.encode("b", add_special_tokens=False)) == [True]
+
+
 # What is refused
 
 
@@ -395,7 +401,7 @@ def test_a_complete_text_ends_without_a_further_forward(llm: LLM) -> None:
         (Grammar.json_schema({"$ref": "http://example.org/x"}), "JSON schema cannot be compiled"),
         (Grammar.json_schema({"type": "nothing"}), "JSON schema cannot be compiled"),
         (Grammar.lark("start: missing"), "unknown name"),
-        (Grammar.lark("beginning: /a/"), "grammar cannot be compiled"),
+        (Grammar.lark("beginning: /a/"), "no start rule"),
         (Grammar.lark('root ::= "a'), "grammar cannot be compiled"),
         (Grammar.json_schema({"enum": [f"value {n}" for n in range(100_000)]}), "too big"),
         (Grammar.json_schema(json.loads('{"items":' * 300 + "{}" + "}" * 300)), "recursion limit"),

@@ -11,6 +11,7 @@ another text, rows of the same number are different ones, and the mask is wrong.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 FEW = 24  # tokens that are looked at faster one by one than in a mask
 KEPT = 64  # compiled grammars that an LLM keeps
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Units of llguidance: about 50,000 of the first take a millisecond, 14,000 of the second, 20,000 of the third.
 LIMITS = {
     "initial_lexer_fuel": 1_000_000,
@@ -153,14 +155,16 @@ def _converted(grammar: Grammar) -> str:
     """
     with needing("constrained decoding", "grammar", "llguidance"):
         from llguidance import LLMatcher
-        from llguidance.gbnf_to_lark import any_to_lark
+        from llguidance.gbnf_to_lark import gbnf_to_lark
     if grammar.kind == "JSON schema":
         options: Any = {"whitespace_flexible": False} if grammar.compact else {"whitespace_pattern": WHITESPACE}
         return LLMatcher.grammar_from_json_schema(grammar.definition, overrides=options)
     if grammar.kind == "regular expression":
         return LLMatcher.grammar_from_regex(grammar.definition)
+    if not GBNF_RULE.search(grammar.definition):
+        return LLMatcher.grammar_from_lark(grammar.definition)
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(grammar.definition))
+        return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.definition))
     except Exception as error:  # the converter's own, which is an Exception and nothing else
         raise ValueError(f"it looks like GBNF, and {first_line(error)}") from None
 

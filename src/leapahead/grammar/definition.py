@@ -102,7 +102,7 @@ class Grammar:
 
 def literal(text: str) -> str:
     """A text as a string of a Lark grammar."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # which llguidance does not read as it is
 
 
 def _text(what: str, text: Any) -> str:
