@@ -196,6 +196,15 @@ def test_prompts_that_begin_alike_and_forks(target: Any, reference: Reference) -
     strangers.close()
 
 
+def test_a_prompt_of_one_token_is_forked(target: Any, reference: Reference) -> None:
+    """Its states, which no forward has written yet, cannot be read."""
+    one = opened(target, [7])
+    twin = target.fork(one, SamplingParams())
+    one.close()
+    close(after(target, twin), reference([7])[-1])
+    twin.close()
+
+
 def test_captures(target: Any, gemma2: tuple[Any, Path], reference: Reference) -> None:
     tokens = text(40)
     session = target.open(tokens, SamplingParams(), Capture(top_k=3, hidden=(-1,)))

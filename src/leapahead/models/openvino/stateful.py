@@ -86,7 +86,8 @@ class States(tracks.Cache[Track]):
         return Track(tokens, reserve=reserve, owner=owner, request=request)
 
     def _share(self, track: Track, source: Track, shared: int) -> None:
-        self._copy(source, track, shared)
+        if shared:  # reading states that nothing was written to ends the process
+            self._copy(source, track, shared)
         track.length = shared
         track.top_k = source.top_k and source.top_k.between(0, shared)
 
