@@ -79,6 +79,16 @@ def test_progress_is_told_whenever_a_text_is_over(toy: LLM) -> None:
     assert [[each.tokens for each in some] for some in texts] == [[each.tokens for each in some] for some in plain]
 
 
+def test_progress_is_told_once_of_each_text_after_an_interrupt(toy: LLM) -> None:
+    def interrupt(tokens: Sequence[int]) -> bool:
+        raise KeyboardInterrupt
+
+    told: list[tuple[int, int]] = []
+    with pytest.raises(KeyboardInterrupt):
+        toy.generate([[1, 2]] * 12, criteria=[interrupt], progress=lambda *counts: told.append(counts))
+    assert told == [(done, 12) for done in range(1, 13)]
+
+
 def test_a_progress_bar(toy: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     toy.generate([[1, 2], [3, 4]], max_new_tokens=6, progress=True)
     assert capsys.readouterr() == ("", ""), "standard error is no terminal"

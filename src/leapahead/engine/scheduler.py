@@ -388,13 +388,13 @@ class Engine:
         """The request is over. Other samples of its prompt, which waited for it, are queued."""
         self._prompt_rows.pop(handle, None)
         with self._changed:
-            if not handle.done:
-                if handle.cancelled and handle.finish_reason is None:
-                    handle.finish_reason = "cancelled"
+            if is_new := not handle.done:
+                handle.finish_reason = handle.finish_reason or ("cancelled" if handle.cancelled else None)
                 self._queue.extendleft(reversed(self._samples.pop(handle, [])))
                 handle.error, handle.done = error, True
             self._changed.notify_all()
-        handle.wake()
+        if is_new:
+            handle.wake()
 
     def _has_work(self) -> bool:
         return bool(self._queue) or any(each.handle.cancelled or not each.handle.paused for each in self._active)
