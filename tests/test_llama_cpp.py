@@ -889,11 +889,15 @@ def test_what_is_impossible_is_refused_by_name(tmp_path: Path) -> None:
         (lambda: LLM(path, n_seq_max=32, n_batch=16), "n_seq_max=32 sequences do not fit a batch of 16 tokens"),
         (lambda: LLM(path, type_k="q3"), "type_k='q3' is not possible"),
         (lambda: LLM(path, type_v="q8_0", flash_attn=False), "type_v='q8_0' is not possible with flash_attn=False"),
+        (lambda: LLM(path, type_k="q8_0"), "type_k='q8_0' is not possible for .* blocks of 32 .* a head has 8 here"),
         (lambda: LLM(n_ctx=512), "n_ctx=512 can be set for a GGUF file only"),
         (lambda: LLM(path, wobble=3), "wobble"),
     ):
         with pytest.raises(BadParameter, match=message):
             wrong()
+    with pytest.raises(BadParameter, match=r"type_v='q8_0' is not possible beside keys in f32.* give type_k='q8_0'"):
+        LlamaCppOptions().check_types(("f32", "q8_0"), (64, 64), path)
+    LlamaCppOptions(flash_attn=True).check_types(("f32", "q8_0"), (64, 64), path)
     assert load(n_batch=16).max_leaves == 16  # of a small batch the default follows
 
 

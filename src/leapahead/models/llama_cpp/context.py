@@ -10,7 +10,6 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
 from time import perf_counter
@@ -22,6 +21,7 @@ import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
 from leapahead.models.llama_cpp import log
+from leapahead.models.llama_cpp.borrowed import borrowed
 from leapahead.models.llama_cpp.file import check_file, has_tensor
 from leapahead.models.llama_cpp.options import CACHE_TYPES, MOST, SMALLEST_CONTEXT, LlamaCppOptions
 
@@ -55,6 +55,7 @@ class Model:
         alone: llama.cpp computes one sequence of it at a time.
         keeps: its state may be kept, if the test of the model finds it right.
         cells: a token takes a cell of the cache; false where there is a state only.
+        head_lengths: numbers of a head's key and of its value.
 
     Raises:
         BadParameter: no such file, an incomplete one, or one that llama.cpp cannot load; the message has the reason.
@@ -99,6 +100,9 @@ class Model:
         recurrent, hybrid = (bool(ask(self.pointer)) for ask in (c.llama_model_is_recurrent, c.llama_model_is_hybrid))
         self.cells, self.stateful = hybrid or not recurrent, hybrid or recurrent
         architecture = self.meta("general.architecture")
+        usual = c.llama_model_n_embd(self.pointer) // max(1, c.llama_model_n_head(self.pointer))
+        key, value = (int(self.meta(f"{architecture}.attention.{each}_length") or usual) for each in ("key", "value"))
+        self.head_lengths = key, value
         self.alone, self.keeps = architecture in ALONE, architecture not in COPIES_ALL
         self._refuse_other_kinds()
         rotary = c.llama_model_rope_type(self.pointer) != c.LLAMA_ROPE_TYPE_NONE
@@ -269,12 +273,12 @@ class Context:
         rows = n if hidden else sum(wanted)
         if not rows:
             return Outputs(None, None)
-        logits = _borrowed(ctypes.addressof(c.llama_get_logits(self.pointer).contents), rows, self.model.vocab_size)
+        logits = borrowed(ctypes.addressof(c.llama_get_logits(self.pointer).contents), rows, self.model.vocab_size)
         self.seconds += perf_counter() - began  # llama_get_logits waits for the result
         if not hidden:
             return Outputs(logits, None)
         states = ctypes.addressof(c.llama_get_embeddings(self.pointer).contents)
-        return Outputs(logits, _borrowed(states, rows, self.model.hidden_size))
+        return Outputs(logits, borrowed(states, rows, self.model.hidden_size))
 
     def remove(self, sequence: int, start: int = 0) -> bool:
         """Takes the sequence out of its cells from position `start` on; False where the model cannot forget."""
@@ -321,9 +325,16 @@ class Context:
 
 
 def cache_types(model: Model, options: LlamaCppOptions) -> tuple[str, str]:
-    """The types of keys and values."""
+    """The types of keys and values.
+
+    Raises:
+        BadParameter: they are not possible for this model.
+    """
     usual = "f32" if model.precision == STEPS["f32"] else "f16"
-    return options.type_k or usual, options.type_v or usual
+    types = options.type_k or usual, options.type_v or usual
+    if model.cells:
+        options.check_types(types, model.head_lengths, model.path)
+    return types
 
 
 def context_size(model: Model, options: LlamaCppOptions) -> int:
@@ -375,19 +386,6 @@ def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, st
 def build() -> str:
     """The installed llama.cpp: its version, the processor's instructions that it uses, and which kernels it has."""
     return f"{c.__version__} {c.llama_print_system_info().decode(errors='replace').strip(' |')}"
-
-
-class _Memory:
-    """Memory of llama.cpp's as numpy takes it."""
-
-    def __init__(self, address: int, shape: tuple[int, int]) -> None:
-        self.__array_interface__ = {"data": (address, False), "shape": shape, "typestr": "<f4", "version": 3}
-
-
-@lru_cache(maxsize=64)  # from one step to the next, the memory is nearly always the same
-def _borrowed(address: int, rows: int, width: int) -> FloatArray:
-    """float32 [rows, width] over llama.cpp's memory."""
-    return np.asarray(_Memory(address, (rows, width)))
 
 
 def physical_cores() -> int:

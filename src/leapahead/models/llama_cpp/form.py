@@ -103,10 +103,7 @@ def against_separate(model: Model, options: LlamaCppOptions, sequences: int, bra
 
 def cache_bytes(model: Model, options: LlamaCppOptions) -> int:
     """An estimate of the memory of one sequence's cache."""
-    architecture = model.meta("general.architecture")
-    usual = c.llama_model_n_embd(model.pointer) // max(1, c.llama_model_n_head(model.pointer))
-    wide = [int(model.meta(f"{architecture}.attention.{part}_length") or usual) for part in ("key", "value")]
     sizes = [VALUE_BYTES[each] for each in cache_types(model, options)]
     heads = int(c.llama_model_n_head_kv(model.pointer))
-    row = sum(width * size for width, size in zip(wide, sizes, strict=True)) * heads
+    row = sum(length * size for length, size in zip(model.head_lengths, sizes, strict=True)) * heads
     return round((context_size(model, options) + MOST_NODES) * row * model.layers)

@@ -9,6 +9,7 @@ from leapahead.core.parameters import flag
 
 # Types of the KV cache, by their numbers in llama.cpp's `enum ggml_type`.
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
+BLOCK = 32  # numbers that share a scale in q8_0
 SMALLEST_CONTEXT = 256  # llama.cpp rounds the size of a cache up to a multiple of this
 MOST_SEQUENCES = 256  # LLAMA_MAX_SEQ
 MOST = 2**31 - 1  # llama.cpp would take the remainder of a larger number
@@ -94,6 +95,26 @@ class LlamaCppOptions:
             raise BadParameter(
                 "type_v='q8_0' is not possible with flash_attn=False: llama.cpp reads quantised values by flash "
                 "attention only; leave one of them out"
+            )
+
+    def check_types(self, types: tuple[str, str], head_lengths: tuple[int, int], path: str) -> None:
+        """Refuses types of keys and values that a model cannot have. With some of them, llama.cpp ends the process.
+
+        Args:
+            types: of keys and values.
+            head_lengths: numbers of a head's key and of its value.
+            path: of the model, for messages.
+        """
+        for name, kind, length in zip(("type_k", "type_v"), types, head_lengths, strict=True):
+            if kind == "q8_0" and length % BLOCK:
+                raise BadParameter(
+                    f"{name}='q8_0' is not possible for {path!r}: it divides a head into blocks of {BLOCK} numbers, "
+                    f"and a head has {length} here; use f16"
+                )
+        if types == ("f32", "q8_0") and not self.flash_attn:
+            raise BadParameter(
+                f"type_v='q8_0' is not possible beside keys in f32, over which {path!r} has no flash attention by "
+                "default; give type_k='q8_0' or 'f16' too, or flash_attn=True"
             )
 
     def _check(self, name: str, low: int, high: int = MOST) -> None:
