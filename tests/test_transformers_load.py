@@ -23,8 +23,10 @@ from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
+from leapahead import LLM
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.models import loading
+from leapahead.models.toy import ToyTarget
 from leapahead.models.transformers import checkpoint, pretrained
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.pretrained import load
@@ -68,6 +70,19 @@ def test_a_cache_of_its_own_size(tiny_folder: Path, tmp_path: Path) -> None:
 def test_options_that_cannot_be(tiny_folder: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(BadParameter, match=words):
         load(tiny_folder, **options)
+
+
+def test_a_loaded_model_is_neither_moved_nor_converted() -> None:
+    model = torch.nn.Linear(2, 2)
+    for dtype, device in (("auto", "auto"), ("float32", "cpu")):
+        loading.check_loaded(model, dtype, device)
+    with pytest.raises(BadParameter, match=r"device='cuda' is not possible .* which has cpu, .* leave device out"):
+        LLM(model, device="cuda")
+    with pytest.raises(BadParameter, match=r"dtype='float16' is not possible for a model .* which has float32"):
+        LLM(model, dtype="float16")
+    with pytest.raises(BadParameter, match=r"device='cuda' is not possible for a model that is loaded already, and is"):
+        LLM(ToyTarget(), device="cuda")
+    loading.check_loaded("name", "float16", "cuda")
 
 
 @pytest.mark.parametrize("engine", ["auto", "openvino"])

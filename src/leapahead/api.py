@@ -109,6 +109,8 @@ class LLM:
         backend |= {"engine": engine, "dtype": dtype, "device": device}
         self._networks = {} if head is None else {"head": head}
         named = {} if draft is None else {"draft": names(draft)}
+        if draft is None:  # which is loaded with them, too
+            loading.check_loaded(model, dtype, device)
         check_spelling(options, drafter)
         registry.make(drafter, **options, **self._networks, **named)  # refuses before the load, which may take long
         self.drafter_cache = cache_sections.given(drafter_cache)

@@ -185,6 +185,28 @@ def check(model: Any = None, *, engine: str = "auto", **options: Any) -> None:
         OpenVinoOptions(**given)
 
 
+def check_loaded(model: Any, dtype: str, device: str) -> None:
+    """Refuses a type or a device that a loaded model does not have, since a loaded model is not changed.
+
+    Raises:
+        BadParameter: it is loaded, and has another one.
+    """
+    if model is None or isinstance(model, (str, Path)):
+        return
+    own = next(model.parameters(), None) if _is_module(model) else None
+    types, places = ("auto",), ("auto",)
+    if own is not None:
+        types += (str(getattr(model, "dtype", own.dtype)).removeprefix("torch."),)
+        places += (own.device.type, str(own.device))
+    for name, value, possible in (("dtype", dtype, types), ("device", device, places)):
+        if value not in possible:
+            has = f", which has {possible[-1]}" if own is not None else ""
+            raise BadParameter(
+                f"{name}={value!r} is not possible for a model that is loaded already{has}, and is not changed here; "
+                f"leave {name} out, and load or move the model as you want it"
+            )
+
+
 def check_place(model: str | Path) -> None:
     """Refuses a name or path of a model where none can be, as far as that can be told without loading it.
 
