@@ -53,7 +53,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from transformers.generation.streamers import BaseStreamer
 
 from leapahead import Budget, DrafterCache, Proposal, SequenceDrafter, SequenceView, Stats, TokenTree
-from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.errors import BadParameter, ContextOverflow, Refused
 from leapahead.drafters import registry
 from leapahead.drafters.base import Drafter
 from leapahead.integrations import hf, hf_fields
@@ -453,6 +453,26 @@ def test_seeds(llama: Any) -> None:
     for seed in [-1, 2**64, "5", 1.0, True, [1, 2]]:
         with pytest.raises(BadParameter, match="seed"):
             ours(llama, BATCH, seed=seed, do_sample=True)
+    numbers = ours(llama, BATCH, seed=np.int64(5), **options)
+    assert numbers.tolist() == ours(llama, BATCH, seed=5, **options).tolist()
+
+
+def test_rows_of_a_refused_batch_are_not_decoded(llama: Any) -> None:
+    """Where a later row is refused, the next call decodes its own rows alone."""
+    called = []
+
+    def criterion(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        called.append(len(input_ids[0]))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with pytest.raises(BadParameter, match="seed=-1"):
+        ours(llama, BATCH, seed=[1, 2, -1], do_sample=True, stopping_criteria=StoppingCriteriaList([criterion]))
+    full = {"input_ids": torch.ones(2, 128, dtype=torch.int64), "attention_mask": torch.ones(2, 128)}
+    full["attention_mask"][0, :100] = 0
+    with pytest.raises(ContextOverflow, match="128 tokens"):
+        ours(llama, full, stopping_criteria=StoppingCriteriaList([criterion]))
+    ours(llama, SINGLE, max_new_tokens=4)
+    assert not called
 
 
 # ----------------------------------------------------------------------------------------------------------- stopping

@@ -28,10 +28,12 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.parameters import whole
 from leapahead.core.stats import Stats
 from leapahead.drafters import registry
 from leapahead.drafters.base import Drafter, SequenceDrafter
 from leapahead.drafters.cache import DrafterCache
+from leapahead.engine.request import Handle
 from leapahead.inputs import Inputs, encoded_predictions
 from leapahead.integrations.hf_batch import Batch
 from leapahead.integrations.hf_encoded import encoder_inputs
@@ -123,13 +125,20 @@ def generate(
             predictions = _predictions(prediction, found, kept, len(batch.rows))
             cache = kept.drafter_cache(drafter_cache)
             streaming = Streaming(streamer, batch)
-            handles = [
-                kept.engine.submit(row.request(found, row_seed, expected, cache, lambda step: streaming.send()))
+            requests = [
+                row.request(found, row_seed, expected, cache, lambda step: streaming.send())
                 for row, row_seed, expected in zip(batch.rows, seeds, predictions, strict=True)
             ]
-            if stats is not None:
-                stats += [handle.stats for handle in handles]
-            kept.engine.run(handles)
+            handles: list[Handle] = []
+            try:
+                for request in requests:
+                    handles.append(kept.engine.submit(request))
+                if stats is not None:
+                    stats += [handle.stats for handle in handles]
+                kept.engine.run(handles)
+            finally:  # where a row is refused, those before it must not stay in the queue
+                for handle in handles:
+                    kept.engine.cancel(handle)
             sequences = batch.finish(kept.target)
         streaming.end(sequences)
     if not generation_config.return_dict_in_generate:
@@ -263,9 +272,8 @@ def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
         if len(seed) != rows:
             raise BadParameter(f"seed has {len(seed)} numbers and the batch {rows} rows; give one number for each row")
         return list(seed)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise BadParameter(f"seed={seed!r} is not possible: it must be a whole number from 0 to 2**64 - 1")
-    return [(seed + row) % 2**64 for row in range(rows)]
+    first = whole("seed", seed, most=2**64 - 1)
+    return [(first + row) % 2**64 for row in range(rows)]
 
 
 def _predictions(given: Any, drafter: Drafter, kept: ModelEngine, rows: int) -> list[tuple[int, ...]]:
