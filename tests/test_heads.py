@@ -14,7 +14,7 @@ import heads
 import numpy as np
 import pytest
 import torch
-from helpers import FixedLatency
+from helpers import FixedLatency, mostly_slow
 from safetensors import SafetensorError
 
 from leapahead import LLM, Request
@@ -22,7 +22,7 @@ from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.drafters.heads import checkpoint, formats, networks
 from leapahead.drafters.heads.config import HeadConfig
 from leapahead.drafters.heads.head import Head
-from leapahead.drafters.heads.row_head import RowText
+from leapahead.drafters.heads.row_head import RowHead, RowText
 from leapahead.drafters.sources.head import HeadSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:the head")  # which may take as long as the tiny model
@@ -311,6 +311,23 @@ def test_long_prompts_are_read_in_chunks(
     assert worst(found, exact_model, head, "eagle3") < 1e-6
 
 
+@pytest.mark.parametrize("method", mostly_slow(["read", "forward", "as_states", "keep"], "read"))
+def test_a_full_memory_ends_the_drafts_of_a_head_and_no_text(
+    method: str, tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    folder = heads.write(tmp_path, "eagle3", vocabulary(tiny_model))
+    monkeypatch.setattr("leapahead.drafters.sources.head.CHUNK", 7)
+    llm = LLM(tiny_model, tokenizer=tokenizer, drafter="head", head=str(folder), nodes=6)
+    plain = llm.generate(PROMPTS[0], max_new_tokens=12, drafter="plain")
+    monkeypatch.setattr(RowHead, method, full)
+    found = llm.generate(PROMPTS[0], max_new_tokens=12)
+    assert found.tokens == plain.tokens
+    assert found.stats.drafter["eagle3"]["stopped"] == "CUDA out of memory"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_beginning_of_a_prompt_is_not_read_again(
@@ -345,6 +362,14 @@ def test_several_heads_draft_together(tiny_model: Any, tokenizer: Any, tmp_path:
     found = llm.generate(PROMPTS[0], max_new_tokens=24)
     assert found.text == text
     assert {"eagle", "eagle2", "medusa", "eagle3"} <= found.stats.drafter.keys()
+
+
+def test_the_folder_of_a_head_may_be_in_the_home_folder(
+    tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    heads.write(tmp_path / "head", "medusa", vocabulary(tiny_model))
+    assert LLM(tiny_model, tokenizer=tokenizer, head="~/head").generate(PROMPTS[0], max_new_tokens=2).tokens
 
 
 def test_a_request_may_name_the_head_drafter(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -555,6 +580,12 @@ def test_pickles_are_converted_and_never_loaded(
     result = leapahead("convert-head", str(source), "other")
     assert (result.exit_code, "holds more than tensors" in result.stderr) == (2, True)
     assert not Path("executed").exists()
+    for broken in (torch.zeros(3), [tensors], {1: torch.zeros(3)}):
+        torch.save(broken, source / "pytorch_model.bin")
+        result = leapahead("convert-head", str(source), "other")
+        assert (result.exit_code, "holds no tensors by their names" in result.stderr) == (2, True)
+    torch.save({"state_dict": tensors}, source / "pytorch_model.bin")
+    assert "no pickled weights, which are" in leapahead("convert-head", str(source), "other").stderr
     monkeypatch.setitem(sys.modules, "torch", None)
     result = leapahead("convert-head", str(source), "other")
     assert result.stderr.startswith("error: a trained head needs torch, which is not installed: pip install")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leapahead.core.errors import BadParameter, Refused, needing
+from leapahead.core.parameters import file_path
 from leapahead.drafters.heads import checkpoint
 from leapahead.drafters.heads.config import PROBES
 from leapahead.drafters.sources.head import HeadSource
@@ -43,7 +44,7 @@ def parsed(head: Any) -> list[Path | None]:
     if not found:
         raise BadParameter("head names no trained head; give its folder, or several divided by commas")
     names = [loading.bundled("tiny-eagle3") if name == loading.BUNDLED else name for name in found]
-    folders = [None if name == OWN else Path(name) for name in names]
+    folders = [None if name == OWN else file_path("head", name) for name in names]
     for folder in filter(None, folders):
         checkpoint.read_config(folder)
     return folders

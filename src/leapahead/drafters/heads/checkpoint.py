@@ -186,10 +186,15 @@ def convert(source: Path, destination: Path) -> HeadConfig:
             raise BadParameter(
                 f"{path} cannot be converted: it is broken or holds more than tensors ({type(error).__name__})"
             ) from error
+        if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
+            raise BadParameter(
+                f"{path} cannot be converted: it holds no tensors by their names, as the state_dict of a module does"
+            )
         # Copies: Hydra's layers share their weights, and safetensors does not write shared ones.
-        tensors |= {name: value.clone() for name, value in dict(loaded).items() if isinstance(value, torch.Tensor)}
+        tensors |= {name: value.clone() for name, value in loaded.items() if isinstance(value, torch.Tensor)}
     if not tensors:
-        raise BadParameter(f"{source} has no pickled weights ({', '.join('*' + suffix for suffix in PICKLES)})")
+        endings = ", ".join(f"*{suffix}" for suffix in PICKLES)
+        raise BadParameter(f"{source} has no pickled weights, which are tensors by their names in files {endings}")
     described, named = parsed(found, tensors, str(source))
     write(destination, found, named)
     return described

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 CHUNK = 512  # rows of a text that are computed in one step; fewer are computed together with a draft
 DEEPEST = 7  # depths that are told apart in the keys of estimates, where candidates depend on the depth
+FAILURES = LeapaheadError, RuntimeError  # the latter of PyTorch, such as a full memory
 
 
 class HeadSource(ForwardSource):
@@ -42,7 +44,8 @@ class HeadSource(ForwardSource):
     def begin(self, sequence: SequenceView) -> None:
         super().begin(sequence)
         self._limit = min(sequence.vocab_size, self.head.vocab_size)
-        self.text = self.head.open(sequence.tokens, sequence.owner)
+        with self._trying():
+            self.text = self.head.open(sequence.tokens, sequence.owner)
 
     def read_prompt(self, sequence: SequenceView, rows: PromptRows) -> None:
         self._append(rows.start, rows.states(self.head.layers))
@@ -60,7 +63,8 @@ class HeadSource(ForwardSource):
         if start > self.text.known:
             self.fail(f"the target gave no hidden states of positions {self.text.known} to {start - 1}")
             return
-        self.text.append(self.head.as_states(states[self.text.known - start :]))
+        with self._trying():
+            self.text.append(self.head.as_states(states[self.text.known - start :]))
 
     @property
     def failed(self) -> str:
@@ -81,12 +85,20 @@ class HeadSource(ForwardSource):
     def read_ahead(self) -> None:
         self._opened = True  # the next draft forward reads what is missing, unless it is too much for one
         if self.reading:
-            with self.head.lock:
+            with self.head.lock, self._trying():
                 self.head.read(self.text, CHUNK)
 
     def fail(self, reason: str) -> None:
         self._failed = reason
         self.close()
+
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Within the block, what fails ends the drafts of the head for this text, and not the text."""
+        try:
+            yield
+        except FAILURES as error:
+            self.fail(str(error))
 
     def commit(self) -> None:
         if not self._failed:
@@ -94,7 +106,8 @@ class HeadSource(ForwardSource):
 
     def finish(self, sequence: SequenceView) -> None:
         if not self._failed:
-            self.head.keep(self.text, sequence.owner)
+            with self._trying():
+                self.head.keep(self.text, sequence.owner)
 
     def close(self) -> None:
         self.text = self.head.open(())
@@ -123,7 +136,7 @@ class HeadSource(ForwardSource):
             began = clock()
             try:
                 drafts = head.forward([(source.text, paths) for source, paths in wanted])
-            except (LeapaheadError, RuntimeError) as error:  # PyTorch's, such as a full memory
+            except FAILURES as error:
                 for source, _ in wanted:
                     source.fail(str(error))
                 return None
