@@ -27,7 +27,8 @@ import pytest
 from helpers import mostly_slow
 
 from leapahead import LLM
-from leapahead.cli.serve import is_loopback, model_defaults
+from leapahead.cli.serve import is_loopback
+from leapahead.cli.served import model_defaults
 from leapahead.core.errors import BadParameter
 from leapahead.grammar import Grammars
 from leapahead.models.toy import ToyTarget

@@ -6,9 +6,8 @@ import ipaddress
 import os
 import signal
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from types import FrameType
@@ -16,33 +15,16 @@ from typing import Any
 
 import click
 
-from leapahead.api import LLM
-from leapahead.chat import REASONING_FORMATS, TOOL_FORMATS
 from leapahead.cli.cache import DRAFTER_CACHE
 from leapahead.cli.command import Command, file_names, option, say
-from leapahead.cli.generate import open_llm
 from leapahead.cli.options import DRAFTER, EXISTING_FILE, MODEL, all_of
+from leapahead.cli.served import BOUNDS, LIMITS, PACKAGES, SERVED, application, count, limits_given, named_model
 from leapahead.cli.typed import Finite
 from leapahead.core.errors import BadParameter, needing
-from leapahead.core.parameters import MOST_BATCH
-from leapahead.models.warm_up import WarmsUp
 
-SERVER, LIMITS, ACCESS = "Server options", "Limits", "Access options"
-PACKAGES = ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client", "httptools")
+SERVER, ACCESS = "Server options", "Access options"
 NATIVE_SECONDS = 5.0  # that SIGTERM waits for the end of a native call in the load of a model; Docker waits 10 in all
 SIGTERM_ENDED = "ended by SIGTERM, before the server was ready"
-DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of a generation_config that are taken
-
-
-def _parser(name: str, what: str, formats: Iterable[str]) -> Any:
-    return option(
-        name,
-        type=click.Choice([*formats, "none"]),
-        group=SERVER,
-        show_default="found by the chat template",
-        help=f"Format of {what} in the model's texts. With `none`, all of a text is content.",
-    )
-
 
 ADDRESS = (
     option("--host", default="127.0.0.1", metavar="HOST", group=SERVER, help="Address to listen at."),
@@ -54,39 +36,6 @@ ADDRESS = (
         group=SERVER,
         help="Port to listen at; 0 takes any free one.",
     ),
-    option(
-        "--served-model-name",
-        "names",
-        multiple=True,
-        metavar="NAME",
-        group=SERVER,
-        show_default="the model as given",
-        help="Name of the model in requests. May be repeated.",
-    ),
-    option(
-        "--max-batch",
-        type=click.IntRange(1, MOST_BATCH),
-        default=8,
-        metavar="N",
-        group=SERVER,
-        help="Greatest number of texts decoded together; further ones wait.",
-    ),
-    option(
-        "--prefill-chunk",
-        type=click.IntRange(min=1),
-        metavar="N",
-        group=SERVER,
-        show_default="as many as take about four plain steps",
-        help="Greatest number of prompt tokens that are read between two steps of running requests.",
-    ),
-    option(
-        "--generation-config",
-        is_flag=True,
-        group=SERVER,
-        help="Take sampling parameters that a request leaves out from the model's generation_config, not OpenAI's.",
-    ),
-    _parser("--tool-call-parser", "tool calls", TOOL_FORMATS),
-    _parser("--reasoning-parser", "reasoning", REASONING_FORMATS),
     option("--log-prompts", is_flag=True, group=SERVER, help="Let the log contain prompts and texts."),
 )
 WHO = (
@@ -124,62 +73,19 @@ WHO = (
 )
 
 
-def _count(name: str, help_text: str, default: int | None = None, least: int = 1) -> Any:
-    kind = click.IntRange(min=least)
-    return option(name, type=kind, default=default, metavar="N", group=LIMITS, help=help_text)
-
-
 def _seconds(name: str, help_text: str, default: float | None = None, zero: bool = False) -> Any:
     kind = Finite(min=0.0, min_open=not zero)
     return option(name, type=kind, default=default, metavar="SECONDS", group=LIMITS, help=help_text)
 
 
-BOUNDS = (
-    _count("--max-queue", "Greatest number of texts that wait to be decoded; more are answered with 429.", 256, 0),
-    _count("--max-samples", "Greatest `n`, the number of texts of a prompt.", 16),
-    _count("--max-prompts", "Greatest number of prompts of a request.", 64),
-    _count("--max-prompt-tokens", "Greatest length of a prompt in tokens; by default the context's."),
-    _count("--max-tokens", "Greatest length of a text in tokens; by default the context's."),
-    _count(
-        "--default-max-tokens",
-        "Length in tokens of answers in chats where a request names none; by default the context's.",
-    ),
-    _count("--max-logprobs", "Greatest number of alternatives that are reported for each token.", 20, 0),
-    _count("--max-stops", "Greatest number of stop strings of a request.", 16, 0),
-    _count("--max-body-bytes", "Greatest size of a request's body in bytes.", 4 * 2**20),
+QUEUE = (
+    count("--max-queue", "Greatest number of texts that wait to be decoded; more are answered with 429.", 256, 0),
+    count("--max-body-bytes", "Greatest size of a request's body in bytes.", 4 * 2**20),
     _seconds("--header-seconds", "Longest time for the headers of a request.", 10.0),
     _seconds("--body-seconds", "Longest time for the body of a request.", 60.0),
     _seconds("--send-seconds", "A client that reads nothing of its answer for so long is cancelled.", 60.0),
     _seconds("--request-seconds", "Longest time for a request, the queue included; by default not limited."),
     _seconds("--shutdown-seconds", "How long running requests may go on after SIGTERM.", 30.0, zero=True),
-)
-NAMES = {
-    "max_queue": "queue",
-    "max_samples": "samples",
-    "max_prompts": "prompts",
-    "max_logprobs": "logprobs",
-    "max_stops": "stops",
-}
-NAMES |= {"max_body_bytes": "body_bytes", "max_prompt_tokens": "prompt_tokens"}
-OF_LIMITS = (
-    *(
-        "max_queue",
-        "max_samples",
-        "max_prompts",
-        "max_prompt_tokens",
-        "max_tokens",
-        "default_max_tokens",
-        "max_logprobs",
-    ),
-    *(
-        "max_stops",
-        "max_body_bytes",
-        "header_seconds",
-        "body_seconds",
-        "send_seconds",
-        "request_seconds",
-        "shutdown_seconds",
-    ),
 )
 
 
@@ -238,7 +144,7 @@ def ended_by_sigterm() -> Iterator[None]:
     ),
 )
 @click.argument("name", required=False, metavar="[MODEL]", shell_complete=file_names)
-@all_of(ADDRESS, MODEL, DRAFTER, DRAFTER_CACHE, WHO, BOUNDS)
+@all_of(ADDRESS, SERVED, MODEL, DRAFTER, DRAFTER_CACHE, WHO, BOUNDS, QUEUE)
 @ended_by_sigterm()
 def serve(
     name: str | None,
@@ -267,20 +173,17 @@ def serve(
     Ctrl-C ends the server when running requests are answered.
     """
     with needing("leapahead serve", "serve", *PACKAGES):
-        from leapahead.serve import app, keys, logs, server, settings
-    if name is not None and values["model"] is not None:
-        raise BadParameter(f"the model is given twice, as {name!r} and as --model {values['model']}; give it once")
-    values["model"] = name = name if name is not None else values["model"]
+        from leapahead.serve import keys, logs, server, settings
+    model = named_model(name, values)
     given = keys.given(api_keys, api_key_file, os.environ.get(keys.ENVIRONMENT))
     if given and no_auth:
         raise BadParameter(
             f"--no-auth is not possible with an API key, which is given by --api-key, --api-key-file or "
             f"{keys.ENVIRONMENT}; leave out one of them"
         )
-    bounds = {key: values.pop(key) for key in OF_LIMITS}
-    limits = settings.Limits(**{NAMES.get(key, key): value for key, value in bounds.items()})
+    limits = settings.Limits(**limits_given(values))
     chosen = settings.Settings(
-        names=tuple(dict.fromkeys(names)) or (str(name or "bundled"),),
+        names=tuple(dict.fromkeys(names)) or (model,),
         keys=given,
         cors=cors,
         share_drafter_cache=shared_drafter_cache,
@@ -297,15 +200,10 @@ def serve(
                 "or give --api-key-file; --no-auth lets everybody in"
             )
         logs.set_up()
-        llm = open_llm(values, max_batch, prefill_chunk, saves=False)  # the worker does
-        if generation_config:
-            chosen = replace(chosen, defaults=model_defaults(llm))
-        if isinstance(llm.target, WarmsUp):
-            llm.target.warm_up(max_batch)
-        if llm.target.info.kv_cache:
-            logs.event("kv_cache", chosen=llm.target.info.kv_cache)
-        application, worker = app.make(llm, chosen)
-        server.run(application, worker, limits, listening)
+        served, worker = application(values, chosen, max_batch, prefill_chunk, generation_config)
+        if kv_cache := worker.llm.llm.target.info.kv_cache:
+            logs.event("kv_cache", chosen=kv_cache)
+        server.run(served, worker, limits, listening)
 
 
 def is_loopback(listening: socket.socket) -> bool:
@@ -313,21 +211,3 @@ def is_loopback(listening: socket.socket) -> bool:
     found = ipaddress.ip_address(listening.getsockname()[0].partition("%")[0])  # without the zone of an IPv6 address
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return (mapped or found).is_loopback
-
-
-def model_defaults(llm: LLM) -> dict[str, float]:
-    """The sampling parameters of a model's generation_config.
-
-    Raises:
-        BadParameter: the model has none.
-    """
-    config = getattr(getattr(llm.target, "model", None), "generation_config", None)  # of Transformers only
-    if config is None:
-        raise BadParameter(
-            f"--generation-config is not possible with {llm.target.info.name}: it is read of models of Transformers "
-            "only; leave it out"
-        )
-    found = {name: getattr(config, name, None) for name in DEFAULTS}
-    if getattr(config, "do_sample", None) is False:
-        found["temperature"] = 0.0
-    return {name: value for name, value in found.items() if value is not None}
