@@ -266,7 +266,7 @@ def test_arguments_of_a_docstring() -> None:
 
 
 def test_the_type_of_an_option_is_named() -> None:
-    with pytest.raises(BadParameter, match=r"-o length=x is not possible: the value must be of type int$"):
+    with pytest.raises(BadParameter, match=r"--option length=x is not possible: the value must be of type int$"):
         value_of("length", "x", int)
 
 
@@ -342,16 +342,16 @@ def test_search_layers(leapahead: Any, tmp_path: Path) -> None:
         (["generate", ""], "error: the prompt is empty"),
         (["generate", "x", "-d", "lokahead"], "error: there is no drafter 'lokahead' (did you mean 'lookahead'?)"),
         (["generate", "x", "-d", "jacobi", "-W", "3"], "error: drafter 'jacobi' has no option --window"),
-        (["generate", "x", "-o", "nodes"], "error: -o nodes is not possible: it must be KEY=VALUE"),
+        (["generate", "x", "-o", "nodes"], "error: --option nodes is not possible: it must be KEY=VALUE"),
         (["generate", "x", "-o", "nods=3"], "error: drafter 'auto' has no option 'nods' (did you mean 'nodes'?)"),
         (["generate", "x", "-W", "3"], "error: drafter 'auto' has no option --window"),
         (
             ["generate", "x", "-d", "lookahead", "-o", "window=wide"],
-            "error: -o window=wide is not possible: the value must be of type int | None",
+            "error: --option window=wide is not possible: the value must be of type int | None",
         ),
         (
             ["generate", "x", "-d", "lookahead", "-o", "prompt_ngrams=7"],
-            "error: -o prompt_ngrams=7 is not possible: the value must be of type bool",
+            "error: --option prompt_ngrams=7 is not possible: the value must be of type bool",
         ),
         (
             ["generate", "x", "-d", "lookahead", "-o", "widow=3"],
@@ -452,7 +452,7 @@ def test_errors_name_options() -> None:
         ("max_new_tokens=0 is not possible", "--max-new-tokens=0 is not possible"),
         ("n_ctx can be set for a GGUF file only", "--ctx-size can be set for a GGUF file only"),
         ("drafter 'ngram' has no option 'window'", "drafter 'ngram' has no option --window"),
-        ("-o window=wide is not possible", "-o window=wide is not possible"),
+        ("--option window=wide is not possible", "--option window=wide is not possible"),
         ("seed=-1: a seed is positive", "--seed=-1: a seed is positive"),
         ("the window and /a/seed=1", "the window and /a/seed=1"),
         ("the drafter 'datastore' needs file=...", "the drafter 'datastore' needs file=..."),

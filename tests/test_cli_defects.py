@@ -105,11 +105,17 @@ def test_invalid_utf_8_is_one_sentence(leapahead: Any, args: list[str], stdin: b
         ),
         (("generate", PROMPT, "-d", "jacobi", "-o", f"block={10**20}"), f"block={10**20} is not possible"),
         (("generate", PROMPT, "--head", "nowhere"), "there is no head at nowhere"),
-        (("generate", PROMPT, "-o", "nodes=9", "-o", "nodes=3"), "-o nodes=9 and -o nodes=3 are the same option"),
-        (("check", "-W", "3", "-o", "window=15"), "--window 3 and -o window=15 are the same option; leave one out"),
+        (
+            ("generate", PROMPT, "-o", "nodes=9", "-o", "nodes=3"),
+            "--option nodes=9 and --option nodes=3 are the same option",
+        ),
+        (
+            ("check", "-W", "3", "-o", "window=15"),
+            "--window 3 and --option window=15 are the same option; leave one out",
+        ),
         (
             ("explain", PROMPT, "--draft", "nowhere.gguf", "-o", "draft=other.gguf"),
-            "--draft nowhere.gguf and -o draft=other.gguf are the same option",
+            "--draft nowhere.gguf and --option draft=other.gguf are the same option",
         ),
         (("chat", "--head", "."), ". is no head: it has no config.json"),
         (("explain", PROMPT, "--draft", "./draft"), "there is no folder './draft'"),

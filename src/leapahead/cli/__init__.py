@@ -18,6 +18,7 @@ from leapahead.cli.export import export_gguf
 from leapahead.cli.export_openvino import export_openvino
 from leapahead.cli.generate import demo, generate
 from leapahead.cli.layer_search import search_layers
+from leapahead.cli.run_batch import run_batch
 from leapahead.cli.serve import serve
 from leapahead.cli.train_cllm import train_cllm
 from leapahead.cli.train_draft import train_draft
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 for command in (
-    *(generate, chat, serve, demo, check, bench, tune, explain, drafters, cache, datastore),
+    *(generate, chat, serve, run_batch, demo, check, bench, tune, explain, drafters, cache, datastore),
     *(export_gguf, export_openvino, search_layers, convert_head, train_head, train_probes, train_draft, train_cllm),
 ):
     main.add_command(command)

@@ -28,7 +28,11 @@ from leapahead.core.errors import LeapaheadError
 DIFFERENT, ERROR, INTERRUPTED, PIPE_CLOSED = 1, 2, interrupts.STATUS, 141
 EXIT_CODES = (
     ("0", "success"),
-    (str(DIFFERENT), "generate --compare, demo, check, bench: a text differs from that of plain decoding"),
+    (
+        str(DIFFERENT),
+        "generate --compare, demo, check, bench: a text differs from that of plain decoding; run-batch: a request has "
+        "failed",
+    ),
     (str(ERROR), "an error, described by one sentence on standard error"),
     (str(INTERRUPTED), "interrupted by Ctrl-C"),
     (str(PIPE_CLOSED), "the reader of standard output closed the pipe"),
@@ -95,7 +99,8 @@ def name_options(message: str, parameters: Sequence[click.Parameter]) -> str:
         return match[0]
 
     pattern = (
-        r"(?<![\w./=-])(?<!-o )(?:option '(?P<quoted>\w+)'|(?P<name>\w+)(?P<equals>=?)(?P<switch>(?:True|False)\b)?)"
+        r"(?<![\w./=-])(?<!--option )"
+        r"(?:option '(?P<quoted>\w+)'|(?P<name>\w+)(?P<equals>=?)(?P<switch>(?:True|False)\b)?)"
         r"|(?<!\w)'[^']*'(?!\w)"
     )
     return re.sub(pattern, replacement, message)

@@ -150,7 +150,19 @@ MODEL: tuple[Option, ...] = (MODEL_NAME, *LOADING, THREADS, *ENGINE)
 TRANSFORMERS_NAME = _model_name("Hub name or folder of a Transformers model, or `bundled`.")
 TRANSFORMERS_MODEL: tuple[Option, ...] = (TRANSFORMERS_NAME, *PLACE, TRUST_REMOTE_CODE, *OF_TRANSFORMERS)
 
-DRAFTER_OPTIONS: tuple[Option, ...] = (
+
+def _other_options(*names: str) -> Option:
+    return option(
+        *names,
+        "options",
+        multiple=True,
+        metavar="KEY=VALUE",
+        group=DRAFTER_GROUP,
+        help="Any other option of the drafter, see `leapahead drafters`. May be repeated.",
+    )
+
+
+_OWN: tuple[Option, ...] = (
     option("-W", "--window", type=int, metavar="W", group=DRAFTER_GROUP, help="Window of lookahead."),
     option(
         "-N", "--ngram", type=int, metavar="N", group=DRAFTER_GROUP, help="N-gram size of lookahead, its key included."
@@ -177,29 +189,20 @@ DRAFTER_OPTIONS: tuple[Option, ...] = (
         "`leapahead train-head`; several are separated by commas. `mtp`: the MTP modules in its own checkpoint. "
         "`bundled`: the bundled model's head.",
     ),
-    option(
-        "-o",
-        "--option",
-        "options",
-        multiple=True,
-        metavar="KEY=VALUE",
-        group=DRAFTER_GROUP,
-        help="Any other option of the drafter, see `leapahead drafters`. May be repeated.",
-    ),
 )
+DRAFTER_OPTIONS: tuple[Option, ...] = (*_OWN, _other_options("-o", "--option"))
 
-DRAFTER: tuple[Option, ...] = (
-    option(
-        "-d",
-        "--drafter",
-        default="auto",
-        metavar="DRAFTER",
-        shell_complete=drafter_names,
-        group=DRAFTER_GROUP,
-        help="What drafts, see `leapahead drafters`.",
-    ),
-    *DRAFTER_OPTIONS,
+DRAFTER_NAME: Option = option(
+    "-d",
+    "--drafter",
+    default="auto",
+    metavar="DRAFTER",
+    shell_complete=drafter_names,
+    group=DRAFTER_GROUP,
+    help="What drafts, see `leapahead drafters`.",
 )
+DRAFTER: tuple[Option, ...] = (DRAFTER_NAME, *DRAFTER_OPTIONS)
+DRAFTER_BESIDE_OUTPUT = (DRAFTER_NAME, *_OWN, _other_options("--option"))  # where -o names a file
 
 TEMPERATURE: Option = option(
     "-t",
@@ -366,8 +369,8 @@ def drafter_arguments(values: dict[str, Any], names: Sequence[str]) -> dict[str,
     """Options for the drafters `names`, removed from a command's values; each value has the type of its annotation.
 
     Raises:
-        BadParameter: no such drafter, a value of `-o` that is not KEY=VALUE or not of the option's type, or an option
-            that is given twice.
+        BadParameter: no such drafter, a value of `--option` that is not KEY=VALUE or not of the option's type, or an
+            option that is given twice.
     """
     given = {name: value for name in SHORTHANDS if (value := values.pop(name)) is not None}
     typed = {name: f"--{name} {value}" for name, value in given.items()}
@@ -378,9 +381,9 @@ def drafter_arguments(values: dict[str, Any], names: Sequence[str]) -> dict[str,
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
         if not equals:
-            raise BadParameter(f"-o {pair} is not possible: it must be KEY=VALUE")
+            raise BadParameter(f"--option {pair} is not possible: it must be KEY=VALUE")
         if key in given:
-            raise BadParameter(f"{typed[key]} and -o {pair} are the same option; leave one out")
-        typed[key] = f"-o {pair}"
+            raise BadParameter(f"{typed[key]} and --option {pair} are the same option; leave one out")
+        typed[key] = f"--option {pair}"
         given[key] = value_of(key, text, known[key].annotation) if key in known else text
     return given

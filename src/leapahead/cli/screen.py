@@ -22,6 +22,7 @@ from leapahead.api import LLM
 from leapahead.cli.command import beside_the_output
 from leapahead.cli.command import say as say
 from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.stats import Stats
 from leapahead.drafters import registry
 from leapahead.inputs import Options
 from leapahead.models import loading as models
@@ -177,11 +178,7 @@ def interrupts_between_steps() -> Iterator[Callable[[], bool]]:
 
 def figures(result: Result, comparison: Comparison | None = None) -> str:
     """One line with the number of tokens and steps, the acceptance length and the speed."""
-    stats = result.stats
-    line = (
-        f"{stats.committed} tokens, {stats.steps} steps, acceptance length {stats.acceptance_length:.2f}, "
-        f"{stats.tokens_per_second:.1f} tokens/s"
-    )
+    stats, line = result.stats, rates(result.stats)
     if comparison is not None:
         low, high = comparison.spread
         line += f", {comparison.ratio:.2f} times plain decoding's speed ({low:.2f} to {high:.2f})"
@@ -189,6 +186,14 @@ def figures(result: Result, comparison: Comparison | None = None) -> str:
         line += f", lossy text ({result.lossy})"
     reports = {name: each for name, each in stats.drafter.items() if isinstance(each, dict)}
     return "\n".join([line, *(f"{name}: {each['stopped']}" for name, each in reports.items() if "stopped" in each)])
+
+
+def rates(stats: Stats) -> str:
+    """The number of tokens and steps, the acceptance length and the speed."""
+    return (
+        f"{stats.committed} tokens, {stats.steps} steps, acceptance length {stats.acceptance_length:.2f}, "
+        f"{stats.tokens_per_second:.1f} tokens/s"
+    )
 
 
 def verdict(comparison: Comparison, lossy: str = "") -> str:
@@ -224,14 +229,15 @@ def as_dict(llm: LLM, result: Result) -> dict[str, Any]:
 
 
 class Bar:
-    """A progress bar; call it with what is being done, how much of it is done, and how much there is."""
+    """A progress bar; call it with what is being done, how much of it is done, and how much there is (None: unknown)."""
 
     def __init__(self, progress: Progress, what: str) -> None:
         self._progress = progress
         self._task = progress.add_task(what, total=None, count="")
 
-    def __call__(self, what: str, done: int, total: int) -> None:
-        self._progress.update(self._task, description=what, completed=done, total=total, count=f"{done}/{total}")
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        count = str(done) if total is None else f"{done}/{total}"
+        self._progress.update(self._task, description=what, completed=done, total=total, count=count)
 
     def say(self, line: str) -> None:
         """Writes a line above the bar."""

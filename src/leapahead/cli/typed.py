@@ -1,4 +1,4 @@
-"""Types of values on the command line: of `-o KEY=VALUE`, those of a drafter's options; finite numbers; paths."""
+"""Types of values on the command line: of `--option KEY=VALUE`, those of a drafter's options; finite numbers; paths."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def value_of(key: str, text: str, annotation: Any) -> Any:
             except ValueError:
                 continue
     name = annotation.__name__ if isinstance(annotation, type) else annotation
-    raise BadParameter(f"-o {key}={text} is not possible: the value must be of type {name}")
+    raise BadParameter(f"--option {key}={text} is not possible: the value must be of type {name}")
 
 
 def _bool(text: str) -> bool:

@@ -125,16 +125,14 @@ def make(llm: LLM, settings: Settings) -> tuple[ASGIApp, Worker]:
 
     When the application ends, the drafter caches are saved and the model is closed.
     """
-    keys, asynchronous = Keys(settings.keys), AsyncLLM(llm)
-    worker = Worker(asynchronous, settings)
+    keys, worker = Keys(settings.keys), Worker(AsyncLLM(llm), settings)
     worker.open_caches([NO_KEY, *keys.ids])
     service = Service(worker, Texts(llm, settings.limits.prompt_tokens), settings)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(worker.save_caches)
-        await asynchronous.close()
+        await worker.close()
 
     app = Application(
         title="leapahead",

@@ -118,11 +118,12 @@ class Worker:
     Attributes:
         pending: texts that are waiting, decoded, or being answered.
         draining: whether no further requests are taken, since the server is about to stop.
+        total: the sums of all requests that are over.
     """
 
     def __init__(self, llm: AsyncLLM, settings: Settings) -> None:
         self.llm, self.settings, self.limits = llm, settings, settings.limits
-        self.pending, self.draining = 0, False
+        self.pending, self.draining, self.total = 0, False, Stats()
         self._caches: dict[str, DrafterCache] = {}
         self._live: list[Batch] = []
         self._stopped = False
@@ -349,6 +350,7 @@ class Worker:
     def _end(self, batch: Batch, job: Job) -> None:
         """Cancels what is not over, and counts the request."""
         self._cancel(batch)
+        self.total += batch.stats
         now, samples = perf_counter(), job.options.get("n", 1)
         for index, handle in enumerate(batch.handles):
             self.metrics.finished(handle, job.length, job.began, now)
@@ -366,6 +368,11 @@ class Worker:
             self.llm.llm.engine.cancel(handle, wait=False)
 
     # The end
+
+    async def close(self) -> None:
+        """Saves the drafter caches and closes the model."""
+        await asyncio.to_thread(self.save_caches)
+        await self.llm.close()
 
     def stop(self) -> None:
         """Cancels everything: the time that running requests were given is over."""
