@@ -141,7 +141,7 @@ class Written:
 
     def __init__(self, results: Results | None) -> None:
         self._results = results
-        self._file = click.get_binary_stream("stdout") if results is None else results.open()
+        self._file = sys.stdout.buffer if results is None else results.open()
         self.before = {} if results is None else results.kept
         self.answered, self.failed = 0, 0
         self.show: Callable[[int], None] = lambda _: None

@@ -229,7 +229,7 @@ def as_dict(llm: LLM, result: Result) -> dict[str, Any]:
 
 
 class Bar:
-    """A progress bar; call it with what is being done, how much of it is done, and how much there is (None: unknown)."""
+    """A progress bar; call it with what is being done, how much of it is done, and how much there is, if known."""
 
     def __init__(self, progress: Progress, what: str) -> None:
         self._progress = progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
@@ -24,22 +24,29 @@ class Ahead:
 
     The iterator may wait for standard input. Whoever awaits an item can be cancelled meanwhile, and the end of the
     process does not wait for the thread.
+
+    Attributes:
+        closed: whether no further item is given.
     """
 
     def __init__(self, items: Items) -> None:
         self._items, self._loop, self._lock = items, asyncio.get_running_loop(), asyncio.Lock()
+        self.closed = False
         self._asked: SimpleQueue[asyncio.Future[Asked | Result | None] | None] = SimpleQueue()
         Thread(target=self._take, name="leapahead-requests", daemon=True).start()
 
     async def next(self) -> Asked | Result | None:
         """The next item; None at the end."""
         async with self._lock:
+            if self.closed:
+                return None
             future: asyncio.Future[Asked | Result | None] = self._loop.create_future()
             self._asked.put(future)
             return await future
 
     def close(self) -> None:
         """Lets the thread close the iterator and end, once it waits for nothing."""
+        self.closed = True
         self._asked.put(None)
 
     def _take(self) -> None:
@@ -78,17 +85,25 @@ async def run(app: ASGIApp, worker: Worker, items: Items, width: int, write: Cal
 
         async def answer_all() -> None:
             while (item := await ahead.next()) is not None:
-                write(item if isinstance(item, Result) else await _answer(client, item))
+                result = item if isinstance(item, Result) else await _answer(client, item)
+                if not ahead.closed:  # behind what could not be written whole, nothing may follow
+                    write(result)
 
         tasks = [asyncio.create_task(answer_all()) for _ in range(width)]
         try:
             await asyncio.gather(*tasks)
         finally:
             ahead.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancel(tasks)
             await worker.close()
+
+
+async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancels tasks until they are over: before Python 3.12, `asyncio.wait_for` may lose it, which requests wait in."""
+    while tasks:
+        for task in tasks:
+            task.cancel()
+        _, tasks = await asyncio.wait(tasks, timeout=0.1)
 
 
 async def _answer(client: httpx.AsyncClient, asked: Asked) -> Result:
