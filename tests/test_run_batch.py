@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
+from helpers import mostly_slow
 
 from leapahead import LLM
 from leapahead.cli import main, screen
@@ -536,7 +537,8 @@ def test_the_model_is_given_once(leapahead: Any, tmp_path: Path) -> None:
     assert done.stderr == "error: --option nodes is not possible: it must be KEY=VALUE\n"
 
 
-def test_ctrl_c(leapahead: Any, tiny_folder: Path, tmp_path: Path, output: Path) -> None:
+@pytest.mark.parametrize("sent", mostly_slow([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
+def test_interrupted(leapahead: Any, sent: signal.Signals, tiny_folder: Path, tmp_path: Path, output: Path) -> None:
     """Also while standard input is waited for. The texts are those of a batch that was not interrupted."""
     asked = [
         *some(12, max_tokens=16, ignore_eos=True),
@@ -558,7 +560,7 @@ def test_ctrl_c(leapahead: Any, tiny_folder: Path, tmp_path: Path, output: Path)
         ends = time.monotonic() + 60
         while not (output.exists() and output.read_bytes().count(b"\n") == 6) and time.monotonic() < ends:
             time.sleep(0.02)
-        started.send_signal(signal.SIGINT)
+        started.send_signal(sent)
         assert started.wait(20) == 130
         last = started.stderr.read().decode().splitlines()[-1]
     finally:

@@ -21,6 +21,7 @@ from leapahead.cli.cache import DRAFTER_CACHE
 from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, file_names, option
 from leapahead.cli.options import DRAFTER_BESIDE_OUTPUT, MODEL, all_of
 from leapahead.cli.served import BOUNDS, PACKAGES, SERVED, application, limits_given, named_model
+from leapahead.cli.training import sigterm_interrupts
 from leapahead.cli.typed import HomePath
 from leapahead.core.errors import BadParameter, needing
 from leapahead.core.stats import Stats
@@ -85,9 +86,9 @@ def run_batch(
     /v1/responses or /v1/messages. The body's model may be left out; another one than MODEL, as it is given here, needs
     --served-model-name.
 
-    A result is written when it is there, so that Ctrl-C or an error loses none: the same command with --resume keeps
-    the answers in --output-file, and computes what is missing or has failed. A request that cannot be answered has an
-    error in its result; the exit code is 1 if there is one.
+    A result is written when it is there, so that Ctrl-C, SIGTERM or an error loses none: the same command with --resume
+    keeps the answers in --output-file, and computes what is missing or has failed. A request that cannot be answered
+    has an error in its result; the exit code is 1 if there is one.
     """
     with needing("leapahead run-batch", "serve", *PACKAGES):
         from leapahead.serve import batch, batch_lines, batch_results
@@ -113,7 +114,7 @@ def run_batch(
     written = Written(results)
     items = batch_lines.requests(lambda: _opened(source), written.before)
     try:
-        with screen.progress("answering") as bar, _log_shown(), written:
+        with sigterm_interrupts(), screen.progress("answering") as bar, _log_shown(), written:
             written.show = partial(bar, "answering", total=_number(source))
             asyncio.run(batch.run(served, worker, items, width, written.add))
     except KeyboardInterrupt:
