@@ -50,10 +50,10 @@ class Results:
                 self._clean()
             return self.path.open("ab")
         except OSError as error:
-            raise self.unwritable(error) from None
+            raise LeapaheadError(f"{self.path} cannot be written: {error.strerror}; name another file") from None
 
     def unwritable(self, error: OSError) -> LeapaheadError:
-        """What the user is told where the file cannot be written."""
+        """What the user is told where a result cannot be added."""
         return LeapaheadError(
             f"{self.path} cannot be written: {error.strerror}; where that is remedied, --resume goes on with what it "
             "holds"
