@@ -529,6 +529,15 @@ def test_the_drafter_cache_is_saved(leapahead: Any, tmp_path: Path, output: Path
     assert (tmp_path / "drafts.npz").is_file()
 
 
+def test_a_package_that_is_missing(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "leapahead.serve.batch")
+    monkeypatch.delattr("leapahead.serve.batch")
+    done = toy(written(*some(1)))
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: leapahead run-batch needs httpx, which is not installed: pip install ")
+
+
 def test_the_model_is_given_once(leapahead: Any, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"")
     done = leapahead("run-batch", "one", "-m", "other", "-i", str(tmp_path / "in"), "-o", "-")

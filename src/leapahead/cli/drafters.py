@@ -25,8 +25,8 @@ from leapahead.drafters.registry import DrafterClass
 def drafters(as_json: bool) -> None:
     """List the drafters and their options.
 
-    Other commands take an option of a drafter as -o KEY=VALUE; those of lookahead as -W, -N, -G and --preset too, and
-    draft models as --draft.
+    Other commands take an option of a drafter as -o KEY=VALUE (run-batch as --option KEY=VALUE); those of lookahead as
+    -W, -N, -G and --preset too, and draft models as --draft.
 
     An option either fixes or limits, and says which. `nodes=N` drafts exactly N nodes in every step in which there are
     so many candidates and room for them, and nothing depends on the time that steps take; with `nodes=0` a drafter
