@@ -16,9 +16,10 @@ from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, TokenTree
-from leapahead.core.verify import verify
+from leapahead.core.verify import Verdict, verify
 from leapahead.drafters.base import Drafter, PerSequence, SequenceDrafter
 from leapahead.drafters.plain import Plain
+from leapahead.models.base import read_prompt
 from leapahead.models.toy import ToyTarget
 from leapahead.models.transformers.exact import CHUNK, STEP_ROWS, ExactExecutor, ExactRow
 from leapahead.models.transformers.kv_cache import Row
@@ -177,6 +178,30 @@ def test_entries_of_a_text_are_not_taken_over_as_those_of_a_prompt() -> None:
     again = texts(target, Plain, [longer])
     target.forget()
     assert texts(target, Plain, [longer]) == again
+
+
+def test_a_text_is_read_again_as_steps_have_read_it() -> None:
+    """After an interrupt. The stand-in for a library's kernels rounds products of many rows in another way."""
+    model = BY_NAME["llama"].build(torch.float32)
+    for each in model.modules():
+        if isinstance(each, torch.nn.Linear):
+            each.register_forward_hook(lambda _, rows, out: out * (1 + 3e-7 * (rows[0].shape[-2] > STEP_ROWS)))
+    target = TransformersTarget(model, name="llama", exact=True)
+    (text,) = prompts_of((60,))
+
+    def logits(lost_at: int) -> list[torch.Tensor]:
+        session, found = target.open(text[:20], GREEDY), []
+        read_prompt(target, session)
+        for at in range(20, 60):
+            if at == lost_at:
+                session.state.row.length = 0  # type: ignore[attr-defined]  # as in an exchange of rows that is cut off
+                read_prompt(target, session)
+            found.append(target.step([session], [TokenTree.root(session.tokens[-1])])[0].logits.clone())
+            session.commit(Verdict((0,), (text[at],), 0))
+        session.close()
+        return found
+
+    assert all(map(torch.equal, logits(0), logits(47)))
 
 
 def assert_samples_are_those_of_each_alone(target: Any, prompt: list[int]) -> None:

@@ -376,6 +376,26 @@ def test_a_prompt_for_which_memory_ends_takes_no_blocks(monkeypatch: pytest.Monk
     assert (cache.uses, cache.open) == (uses, [source])
 
 
+def test_what_an_interrupt_left_in_the_pool_is_reclaimed() -> None:
+    cache = pool()
+    one = cache.take(list(range(20)), 0)
+    written(cache, one, 10)
+    lost = cache.take([5] * 20, 0)  # its sequence was never made
+    written(cache, lost, 6)
+    cache._free.pop()  # and no track has got this block
+    cache.reclaim([one])
+    assert cache.open == [one]
+    assert len(cache._free) == len(cache.uses) - 5
+    assert entries(cache, cache.take([5] * 20, 19)) == list(range(100, 106))
+    assert entries(cache, one) == list(range(100, 110))
+
+
+def test_a_session_that_an_interrupt_has_lost_takes_no_room(target: OpenVinoTarget) -> None:
+    target.pool.take([1, 2, 3], 0, reserve=target.pool.limit)
+    target.open([4, 5], SamplingParams()).close()
+    assert not target.pool.open
+
+
 def test_an_input_that_was_not_set_is_set_the_next_time() -> None:
     class Request:
         interrupts = False

@@ -15,7 +15,8 @@ it in place. It grows by doubling. This module knows neither OpenVINO nor trees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -102,6 +103,15 @@ class Pool(tracks.Cache[Track]):
         super().forget()
         if not self.open:
             self._empty()
+
+    def reclaim(self, used: Collection[Track]) -> None:
+        super().reclaim(used)
+        tracks = (*self.open, *self._idle)
+        known = sum(len(track.blocks) for track in tracks)
+        if (sum(self.uses), len(self._free)) != (known, self.uses.count(0)):  # blocks were left behind, too
+            counts = Counter(block for track in tracks for block in track.blocks)
+            self.uses = [counts[block] for block in range(len(self.uses))]
+            self._free = [block for block, uses in enumerate(self.uses) if not uses]
 
     def _new(self, tokens: list[int], reserve: int, owner: str) -> Track:
         return Track(tokens, reserve=reserve, owner=owner)

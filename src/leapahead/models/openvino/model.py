@@ -178,6 +178,7 @@ class OpenVinoTarget:
         self._check(capture)
         prompt = checked_prompt(tokens, self.info)
         sampler = Sampler(params, prompt, self.info.vocab_size)
+        self.pool.reclaim([session.track for session in self._sessions])
         reuse = capture.reusable(len(prompt), capture.top_k > 0)
         track = self.pool.take(sampler.tokens, reuse, min(reserve, self.info.context_length), owner)
         session = OpenVinoSession(self, track, sampler, capture)

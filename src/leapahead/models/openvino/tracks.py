@@ -7,7 +7,7 @@ are stored is in the subclasses: `blocks` and `stateful`. This module knows neit
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -110,6 +110,11 @@ class Cache(ABC, Generic[Kind]):
             self._clear(track)
         while len(self._idle) > MOST_IDLE:
             self._drop(self._idle[0])
+
+    def reclaim(self, used: Collection[Kind]) -> None:
+        """Ends what an interrupted call has left behind: open tracks that are not used."""
+        for track in [each for each in self.open if each not in used]:
+            self.release(track)
 
     def forget(self) -> None:
         """Discards what is kept of closed sequences, and releases the memory unless a sequence is open."""

@@ -40,9 +40,11 @@ class ExactRow(Row):
 
     Attributes:
         read: how many of the first entries were computed as a prompt.
+        prompt: how many are, in plain decoding.
     """
 
     read: int = 0
+    prompt: int = 0
 
     def common(self, prefix: list[int]) -> int:
         """Of those that were computed as a prompt, whole chunks."""
@@ -98,7 +100,7 @@ class ExactExecutor(CachedExecutor):
     def open(self, tokens: list[int], reuse: int = 0, reserve: int = 0, owner: str = "") -> CachedState:
         state = super().open(tokens, reuse, reserve, owner)
         assert isinstance(state.row, ExactRow)
-        state.row.read = state.row.length
+        state.row.read, state.row.prompt = state.row.length, len(tokens) - 1
         return state
 
     def fork(self, state: CachedState, tokens: list[int]) -> CachedState:
@@ -107,21 +109,26 @@ class ExactExecutor(CachedExecutor):
         assert isinstance(state.row, ExactRow)
         self.cache.share(twin.row, state.row, state.length)
         twin.row.length, twin.row.extent = state.length, max(twin.row.extent, state.length)
-        twin.row.read = state.row.read
+        twin.row.read, twin.row.prompt = state.row.read, state.row.prompt
         return twin
 
     def prefill(self, state: CachedState, count: int, rows: int = 1, layers: Layers = ()) -> Outputs:
         assert isinstance(state.row, ExactRow)
         found: list[Outputs] = []
-        end = state.length + count
+        end, prompt = state.length + count, state.row.prompt
         try:
             while (start := state.length) < end:
-                chunk = state.tokens[start : min(end, self.chunk_end(start))]
+                is_prompt = start < prompt  # what follows it is read again, after an interrupt, as steps have read it
+                last = min(prompt, self.chunk_end(start)) if is_prompt else start + self.step_rows
+                chunk = state.tokens[start : min(end, last)]
                 draft = Draft(state.row, TokenTree.chain(chunk[0], chunk[1:]), 0)
-                keep = {name: self.chunk - max(0, len(chunk) - rows) for name in self.few_logits}
-                found += self._forward([draft], self.chunk, layers, **keep)
+                if is_prompt:
+                    keep = {name: self.chunk - max(0, len(chunk) - rows) for name in self.few_logits}
+                    found += self._forward([draft], self.chunk, layers, **keep)
+                else:
+                    found += self._forward([draft], self.step_rows, layers)
                 state.commit(range(len(chunk)))
-                state.row.read = state.row.length
+                state.row.read = min(prompt, state.row.length)
         except BaseException:
             self.discard([state.row])
             raise
