@@ -582,8 +582,8 @@ def test_every_path_may_begin_with_the_home_folder(leapahead: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("stdin", "sentence"),
     [
-        ("Hi\n/rest\nmore\n", "error: there is no command '/rest' (did you mean /reset?); there are /reset, "),
-        ("Hi\n/exit now\nmore\n", "error: there is no command '/exit now' (did you mean /exit?)"),
+        ("Hi\n/rest\nmore\n", "error: there is no command '/rest' (did you mean '/reset'?); there are /reset, "),
+        ("Hi\n/exit now\nmore\n", "error: there is no command '/exit now' (did you mean '/exit'?)"),
         ("Hi\n" + "word " * 600 + "\nmore\n", "error: the prompt has "),
     ],
 )

@@ -139,7 +139,7 @@ def test_peers_by_name_and_options() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("transformer", "did you mean transformers"),
+        ("transformer", r"no peer 'transformer' \(did you mean 'transformers'\?\); there are transformers, "),
         ("zzz", "there are transformers, transformers-prompt-lookup"),
         ("transformers-prompt-lookup:tokens=4", "'tokens=4' is not an option .* there are: num_tokens="),
         ("transformers-prompt-lookup:num_tokens=x", "num_tokens must be a whole number"),

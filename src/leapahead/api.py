@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import MOST_BATCH, MOST_SAMPLES, whole
+from leapahead.core.parameters import MOST_BATCH, MOST_SAMPLES, similar, whole
 from leapahead.core.relaxed import EXACT, Relaxed, rule
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.text import Tokenizer
@@ -329,6 +329,6 @@ def check_spelling(options: Iterable[str], drafter: str | registry.DrafterClass)
     of_drafter = registry.options(registry.kind_of(drafter))
     others = [name for name in (*signature(LLM).parameters, *loading.ENGINE_OPTIONS) if name != "options"]
     for name in options:
-        meant = registry.similar(name, [*of_drafter, *others], cutoff=0.75)
+        meant = similar(name, [*of_drafter, *others], cutoff=0.75)
         if name not in of_drafter and meant in others:
             raise BadParameter(f"LLM has no option {name!r} (did you mean {meant!r}?)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 from leapahead.core.bias import LogitBias
 from leapahead.core.errors import BadParameter, ContextOverflow
 from leapahead.core.grammar import CompiledGrammar
-from leapahead.core.parameters import finite, flag, is_whole, unicode_text, whole
+from leapahead.core.parameters import finite, flag, is_whole, meant, unicode_text, whole
 from leapahead.core.processors import LogitsProcessor, PrefixFree
 from leapahead.core.relaxed import Relaxed
 from leapahead.core.sampling import SamplingParams
@@ -65,9 +64,7 @@ def check_names(options: Mapping[str, Any]) -> None:
     known = list(Options.__annotations__)
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            meant = f" (did you mean {close[0]!r}?)" if close else ""
-            raise BadParameter(f"there is no option {name!r}{meant}; there are {', '.join(known)}")
+            raise BadParameter(f"there is no option {name!r}{meant(name, known)}; there are {', '.join(known)}")
 
 
 # Those of `SamplingParams` that depend on no vocabulary.

@@ -14,7 +14,6 @@ Of a conversation only the first turn is used, since later turns refer to an ans
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from leapahead.core.errors import BadParameter, ContextOverflow
-from leapahead.core.parameters import limited
+from leapahead.core.parameters import limited, meant
 from leapahead.core.text import Tokenizer
 from leapahead.inputs import Inputs, encode
 from leapahead.models.loading import Loaded
@@ -98,9 +97,7 @@ def read(path: Path | None, names: Sequence[str] = (), limit: int | None = None)
     for name in limits:
         if not any(_named(task, name) for task in found):
             known = list(dict.fromkeys(part for task in found for part in (task, task.partition("/")[0])))
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
-            raise BadParameter(f"there is no task {name!r}{hint}; there are {', '.join(found)}")
+            raise BadParameter(f"there is no task {name!r}{meant(name, known)}; there are {', '.join(found)}")
     chosen = {task: [limits[name] for name in limits if _named(task, name)] if names else [limit] for task in found}
     return [_limited_to(found[task], some[-1]) for task, some in chosen.items() if some]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 from contextlib import suppress
@@ -19,6 +18,7 @@ from leapahead.cli.generate import open_llm
 from leapahead.cli.options import DRAFTER, MODEL, TEXT, all_of, text_arguments
 from leapahead.cli.text_input import utf8, utf8_only
 from leapahead.core.errors import BadParameter, ContextOverflow, LeapaheadError
+from leapahead.core.parameters import meant
 from leapahead.inputs import Options, check_values
 
 COMMANDS = {
@@ -102,9 +102,7 @@ class Conversation:
             for name, meaning in COMMANDS.items():
                 screen.say(f"{name}  {meaning}")
         elif COMMAND.match(line):
-            close = difflib.get_close_matches(line, COMMANDS, n=1)
-            meant = f" (did you mean {close[0]}?)" if close else ""
-            raise BadParameter(f"there is no command {line!r}{meant}; there are {', '.join(COMMANDS)}")
+            raise BadParameter(f"there is no command {line!r}{meant(line, COMMANDS)}; there are {', '.join(COMMANDS)}")
         elif line:
             self._answer(utf8(line, "the line"))
 

@@ -1,10 +1,11 @@
-"""Checks of the numbers, booleans, names and token ids that a user passes, and the parts of a list of options.
+"""Checks of the numbers, booleans, names and token ids that a user passes; parts of lists, and similar names.
 
 Numpy's numbers are accepted; booleans are not numbers.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -87,6 +88,23 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> str:
     if not isinstance(value, str) or value not in known:
         raise BadParameter(f"there is no {name} {value!r}; there are {', '.join(known)}")
     return value
+
+
+def similar(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The known word most similar to a word, or with which it ends, as `torch_dtype` does with `dtype`; "" for none.
+
+    Args:
+        cutoff: `difflib`'s ratio from which on any other word is similar.
+    """
+    names = list(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
+    parts = sorted((each for each in names if len(each) > 3 and word.endswith(each)), key=len)
+    return (close or parts[-1:] or difflib.get_close_matches(word, names, n=1, cutoff=cutoff) or [""])[0]
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """What stands behind a word that is none of the known ones in a message: the most similar one, or nothing."""
+    return f" (did you mean {found!r}?)" if (found := similar(word, known)) else ""
 
 
 def file_path(name: str, value: Any) -> Path:

@@ -6,16 +6,14 @@ docs/contributing/write-a-drafter.md. A built-in name cannot be replaced.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 from leapahead.core.errors import BadParameter, first_line
-from leapahead.core.parameters import is_whole
+from leapahead.core.parameters import is_whole, meant
 from leapahead.drafters.base import Drafter, PerSequence, SequenceDrafter
 from leapahead.models.base import TREE
 
@@ -87,7 +85,7 @@ def load(name: str) -> DrafterClass:
                 f"{first_line(error)}; repair or uninstall it"
             ) from error
     else:
-        raise BadParameter(f"there is no drafter {name!r}{_meant(name, names())}; there are {', '.join(names())}")
+        raise BadParameter(f"there is no drafter {name!r}{meant(name, names())}; there are {', '.join(names())}")
     return _checked(found, f"the entry point {name!r} gives")
 
 
@@ -131,7 +129,7 @@ def make(drafter: str | DrafterClass, **given: Any) -> Drafter:
     for option in given:
         if option not in known:
             raise BadParameter(
-                f"drafter {kind.name!r} has no option {option!r}{_meant(option, known)}; "
+                f"drafter {kind.name!r} has no option {option!r}{meant(option, known)}; "
                 + (f"it has {', '.join(known)}" if known else "it has none")
             )
         if option != "seed" and is_whole(given[option]) and given[option] > MOST and _is_ours(kind):
@@ -168,19 +166,3 @@ def _checked(found: Any, where: str) -> DrafterClass:
     if not (isinstance(name, str) and name):
         raise BadParameter(f"the drafter class {found.__name__} has no name; give it one, such as name = 'my_drafter'")
     return found
-
-
-def similar(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The known word most similar to a word, or with which it ends, as `torch_dtype` does with `dtype`; "" for none.
-
-    Args:
-        cutoff: `difflib`'s ratio from which on any other word is similar.
-    """
-    names = list(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.75)
-    parts = sorted((each for each in names if len(each) > 3 and word.endswith(each)), key=len)
-    return (close or parts[-1:] or difflib.get_close_matches(word, names, n=1, cutoff=cutoff) or [""])[0]
-
-
-def _meant(word: str, known: Iterable[str]) -> str:
-    return f" (did you mean {found!r}?)" if (found := similar(word, known)) else ""

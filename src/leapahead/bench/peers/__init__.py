@@ -7,7 +7,6 @@ A peer that cannot run a model or a cell is left out and reported by name.
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -17,7 +16,7 @@ from typing import Any, ClassVar
 
 from leapahead.bench.contender import Contender
 from leapahead.core.errors import BadParameter, needing
-from leapahead.core.parameters import listed
+from leapahead.core.parameters import listed, meant
 from leapahead.models.loading import Loaded
 
 # name -> (module here, class)
@@ -106,9 +105,7 @@ def configured(texts: Sequence[str]) -> list[Peer]:
 def _configured(text: str) -> Peer:
     name, _, given = text.partition(":")
     if (name := name.strip()) not in PEERS:
-        near = difflib.get_close_matches(name, PEERS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PEERS)}"
-        raise BadParameter(f"there is no peer {name!r}; {hint}")
+        raise BadParameter(f"there is no peer {name!r}{meant(name, PEERS)}; there are {', '.join(PEERS)}")
     module, kind = PEERS[name]
     packages = ("torch", "transformers", "safetensors", "llama_cpp", "openvino", "openvino_genai")
     with needing(f"the peer {name}", module.replace("_", "-"), *packages):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from leapahead.core.errors import BadParameter, Refused, first_line
-from leapahead.core.parameters import number, whole
+from leapahead.core.parameters import meant, number, whole
 
 NAME = "leapahead"  # of the member of `additional_config`
 CONFIG = "config"  # names a JSON file with the options
@@ -110,9 +109,8 @@ def parsed(additional_config: object) -> Options:
             continue
         if name in REFUSED:
             raise Refused(f"the option {name!r} is not possible in vLLM: {REFUSED[name]}")
-        close = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-        raise BadParameter(f'additional_config["{NAME}"] has no option {name!r}; {hint}')
+        hint = f"{meant(str(name), known)}; there are {', '.join(known)}"
+        raise BadParameter(f'additional_config["{NAME}"] has no option {name!r}{hint}')
     return Options(**options)
 
 
