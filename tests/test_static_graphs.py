@@ -8,7 +8,8 @@ import pytest
 import torch
 from static_parts import FakeCuda, recorded
 
-from leapahead.models.transformers.static.buffers import BYTES, Buffers
+from leapahead.core.tree import TokenTree
+from leapahead.models.transformers.static.buffers import BYTES, Buffers, Draft
 from leapahead.models.transformers.static.graphs import Calls, Graphs
 from leapahead.models.transformers.static.shapes import (
     MOST_ROWS,
@@ -169,3 +170,22 @@ def test_what_fits_the_buffer() -> None:
     assert Buffers.fits(Shape(4, 128, 256, 4096))
     assert not Buffers.fits(Shape(512, 1, 4096, 8192))
     assert BYTES % 8 == 0
+
+
+def test_the_inputs_are_not_written_again_before_their_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is made on the stream of the model's device, which need not be the current one."""
+
+    class Event:
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def record(self, stream: object = "of the current device") -> None:
+            log.append(stream)
+
+    log: list[object] = []
+    buffers, shape = Buffers(torch.device("cpu")), Shape(1, 4, 4, 64)
+    buffers._copied = Event()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+    for _ in range(2):
+        buffers.write(shape, [Draft(TokenTree.root(3), 5, 0)])
+    assert log == ["wait", buffers.device.device] * 2

@@ -90,7 +90,8 @@ class Buffers:
             written[row] = np.arange(shape.rows) + draft.length + draft.first
         device.copy_(host, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            # On the stream of the copy: by default it would be that of the current device, which may be another one.
+            self._copied.record(torch.cuda.current_stream(self.device.device))
 
     def _layout(self, shape: Shape) -> _Layout:
         key = shape.batch, shape.rows, shape.own
