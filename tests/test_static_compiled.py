@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from architectures import BY_NAME
-from helpers import PROMPT, Scattered, run
+from helpers import GREEDY, PROMPT, Scattered, run
 from static_parts import recorded
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from leapahead.core.sampling import SamplingParams
+from leapahead.core.tree import TokenTree
+from leapahead.core.verify import Verdict
+from leapahead.models.base import read_prompt
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.static.compiled import Compiler, Traced, write_out
 from leapahead.models.transformers.static.executor import StaticExecutor, agree
@@ -106,6 +109,35 @@ def test_code_with_other_logits_is_not_used() -> None:
     assert told[-1] == (
         "forwards are no longer compiled: batch 1, 1 rows, 1024 cached has other logits when it is compiled"
     )
+
+
+@pytest.mark.slow
+def test_entries_of_code_with_other_logits_are_not_kept() -> None:
+    class OfAnotherToken(Interpreted):
+        def __call__(self, traced: Any, tensors: Sequence[torch.Tensor]) -> Traced:
+            interpreted = super().__call__(traced, tensors)
+
+            def call(*given: torch.Tensor) -> None:
+                given[0][:8].view(torch.int64).fill_(9)
+                interpreted(*given)
+
+            return call
+
+    interpreted = OfAnotherToken()
+    compiler = Compiler(interpreted, lambda line: None, least_uses=2)
+    targets = target_with(compiler, Calls()), TransformersTarget(BY_NAME["llama"].build(), static="off")
+    sessions = [each.open(PROMPT, GREEDY) for each in targets]
+    for target, session in zip(targets, sessions, strict=True):
+        read_prompt(target, session)
+    for _ in range(4):
+        found = []
+        for target, session in zip(targets, sessions, strict=True):
+            found += [each.logits for each in target.step([session], [TokenTree.root(session.tokens[-1])])]
+            session.commit(Verdict((0,), (5,), 0))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        compiler.wait(20)
+    assert compiler.problem
+    assert interpreted.runs == 1
 
 
 @pytest.mark.slow

@@ -317,7 +317,8 @@ class StaticExecutor(MaskedExecutor):
                 compiler.accept(code, compiled)
                 self.graphs.drop(shape)
             else:
-                self._logits[: shape.all_rows].copy_(before)
+                rewrite()
+                self._keep(shape, self._compute(shape))  # and the entries that the compiled code has written
                 compiler.give_up(f"{shape} has other logits when it is compiled")
         elif compiler.wants(code):
             self.prepares = True
