@@ -5,6 +5,7 @@ On the CPU a graph is a tape of operations, see `static_parts`.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from leapahead.models.transformers.arguments import CACHE_NAMES
 from leapahead.models.transformers.forward import MaskedExecutor
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
 from leapahead.models.transformers.static import choice, gate
-from leapahead.models.transformers.static.cache import MOVES
+from leapahead.models.transformers.static.cache import MOVES, StaticCache
 from leapahead.models.transformers.static.executor import StaticExecutor
 from leapahead.models.transformers.static.graphs import Calls
 from leapahead.models.transformers.static.shapes import ROWS
@@ -193,6 +194,20 @@ def test_a_draft_that_grows(target: TransformersTarget, usual: TransformersTarge
         for session in sessions:
             session.close()
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_that_grows_or_is_forgotten_keeps_no_old_memory() -> None:
+    cache = StaticCache()
+    for change in (lambda: cache._make_room(1, 2 * cache.capacity), cache.forget):
+        row = cache.take([3, 4, 5], 0)
+        cache.begin([row], [2])
+        cache.update(torch.ones(1, 2, 2, 4), torch.ones(1, 2, 2, 4), 0)
+        cache.end()
+        assert len(cache.flat) == 2
+        cache.release(row)
+        before = [weakref.ref(group.entries) for group in cache.groups]
+        change()
+        assert [each() for each in before] == [None]
 
 
 @pytest.mark.slow

@@ -79,6 +79,10 @@ class StaticCache(KVCache):
         self._first: dict[tuple[int, ...], Tensor] = {}  # see `_first_places`
         super().__init__(usual_length)
 
+    def forget(self) -> None:
+        self._flat = []  # which would keep the memory
+        super().forget()
+
     def plane(self, layer: int, part: int) -> Tensor:
         self.flush()
         return super().plane(layer, part)
@@ -121,6 +125,11 @@ class StaticCache(KVCache):
         yield
         for row, length in before:
             row.length = length
+
+    def _make_room(self, count: int, need: int) -> None:
+        if count > len(self.rows) or need > self.capacity:
+            self._flat = []  # so that the old tensors are released before the next ones are made
+        super()._make_room(count, need)
 
     # The forward
 
