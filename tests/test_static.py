@@ -210,6 +210,20 @@ def test_a_cache_that_grows_or_is_forgotten_keeps_no_old_memory() -> None:
         assert [each() for each in before] == [None]
 
 
+def test_what_padding_rows_wrote_is_dropped_with_the_entries() -> None:
+    """Padding attends to entries of closed texts, which may be NaN."""
+    cache = StaticCache()
+    row = cache.take([3, 4, 5], 0)
+    cache.begin([row], [2])
+    cache.update(torch.ones(1, 2, 2, 4), torch.ones(1, 2, 2, 4), 0)
+    cache.end()
+    spare = cache.begin_static([row], [0], 4).begins[0] + 4
+    cache.groups[0].entries[:, 0, :, spare] = torch.nan
+    cache.release(row)
+    cache.clear()
+    assert not cache.groups[0].entries.isnan().any()
+
+
 @pytest.mark.slow
 def test_what_is_captured_outlives_the_entries() -> None:
     """Captures take long, and entries are forgotten whenever a benchmark or a measurement has come to its end."""

@@ -165,6 +165,8 @@ class StaticCache(KVCache):
         order = sorted(range(len(rows)), key=lambda i: rows[i].index)
         self._views = {}
         self._await(rows, num_computed, n)
+        first = rows[order[0]]
+        first.extent = max(first.extent, ends[order[0]] + n + 1)  # padding rows write into its spare slot
         batch = min(batch, len(self.rows))
         for group in self.groups:
             self._first_places(group, batch)
