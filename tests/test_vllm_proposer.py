@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from leapahead.core.errors import BadParameter, Refused
+from leapahead.drafters import cache_sections
 from leapahead.integrations.vllm import Proposer
 from leapahead.integrations.vllm.batch import Batch
 from leapahead.integrations.vllm.proposer import ERRORS, checked_version
@@ -253,6 +256,24 @@ def test_the_drafter_cache_is_saved_and_loaded(install: Install, tmp_path: Path)
         accepted.append(proposer.figures.accepted.total())
         proposer._save()
     assert accepted[1] > accepted[0] + 5
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_engine_saves_the_texts_of_its_last_step_when_it_ends(install: Install, tmp_path: Path) -> None:
+    """vLLM may fork its engine, in which the functions of `atexit` do not run."""
+    install()
+    file = tmp_path / "texts.cache"
+
+    def engine() -> None:
+        proposer = Proposer(config(options={"drafter_cache": str(file), "sources": "suffix"}))
+        Runner(proposer).serve(Job("x", [3, 1, 4, 1, 5], 30))
+
+    process = multiprocessing.get_context("fork").Process(target=engine)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    assert cache_sections.load(file).sections["suffix"].figures()["texts"] == 1
 
 
 def test_a_damaged_drafter_cache_is_refused(install: Install, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ function is replaced by a correct one, since it spoils greedy requests in a batc
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import warnings
@@ -27,6 +26,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
+from multiprocessing.util import Finalize
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -94,6 +94,8 @@ class Proposer:
         self._looked = self._reported = self._saved = monotonic()
         self._errors = 0  # in a row
         self._make_adapter(frozenset({CHAIN, TOP_K} if self._told else {CHAIN}))
+        # Unlike those of `atexit`, these run in forked processes, too, and vLLM may fork its engine.
+        Finalize(None, self._end, exitpriority=0)
 
     @property
     def figures(self) -> Figures:
@@ -206,7 +208,6 @@ class Proposer:
             warnings.simplefilter("always")
             tokenizer = self._descriptions.tokenizer() if self.options.datastore else None
             self._adapter = Adapter(info, self._most, self.options, tokenizer, self._cache)
-        atexit.register(self._adapter.keep)
         for each in found:
             log.warning("leapahead: %s", each.message)
 
@@ -217,8 +218,6 @@ class Proposer:
             model = self._config.model_config
             tokenizer = requests.tokenizer_of(model) if cache.path is not None else None
             cache.belong(cache_sections.vocabulary(tokenizer, model.get_vocab_size()), model.get_vocab_size())
-            if cache.path is not None:
-                atexit.register(self._save)
         return cache
 
     def _look(self, now: float) -> None:
@@ -233,6 +232,13 @@ class Proposer:
         if self._cache is not None and self._cache.path is not None and now - self._saved >= options.save_seconds:
             self._saved = now
             Thread(target=self._save, daemon=True).start()
+
+    def _end(self) -> None:
+        """When the process ends: learns from the texts that no later step has ended, and writes what was learned."""
+        assert self._adapter is not None
+        self._adapter.close()
+        if self._cache is not None and self._cache.path is not None:
+            self._save()
 
     def _save(self) -> None:
         assert self._cache is not None
