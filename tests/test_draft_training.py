@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from training_parts import QUIET, VOCABULARY, model_of, small_model, stopping, texts_of  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel  # noqa: E402
 
 from leapahead import LLM  # noqa: E402
 from leapahead.bench.conditions import silent  # noqa: E402
@@ -129,6 +129,31 @@ def test_a_resumed_training_is_the_same(target: Any, texts: list[Text], tmp_path
     assert second.run(QUIET).loss == training.state.loss
     for name, each in whole.parameters.items():
         assert torch.equal(each, resumed.parameters[name]), name
+
+
+def gpt2(context: int = 64) -> Student:
+    """A draft model with dropout, and with an embedding for every position."""
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=context, bos_token_id=None, eos_token_id=None
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return Student(GPT2LMHeadModel(config).eval(), None, torch.float32, "gpt2")
+
+
+def test_dropout_follows_the_seed_and_spares_held_out_texts(target: Any, texts: list[Text], tmp_path: Path) -> None:
+    settings, trained = settings_of(steps=4, batch=2), list[DraftRecipe]()
+    for name, parts in (("whole", [9]), ("parts", [2, 9])):
+        for steps in parts:
+            torch.manual_seed(len(trained) + steps)
+            own = DraftRecipe(gpt2(), target, settings, ())
+            training = Training(own, Order(texts, 2, 0), own.batch, settings, tmp_path / name, own.batch(texts[:2]))
+            training.run(replace(QUIET, interrupts=stopping(steps)))
+        trained.append(own)
+    for name, each in trained[0].parameters.items():
+        assert torch.equal(each, trained[1].parameters[name]), name
+    own.module.eval()
+    assert training.state.held_out[-1][1] == own.loss(own.batch(texts[:2])).loss.item()
 
 
 @pytest.mark.slow

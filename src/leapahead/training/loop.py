@@ -192,15 +192,18 @@ class Training:
 
     def _step(self) -> Row:
         """One optimizer step; returns its row."""
-        count, step, rate = self.settings.accumulate, self.state.step, self._rate()
-        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + step)
+        count, step, rate, device = self.settings.accumulate, self.state.step, self._rate(), self.recipe.device
+        seed = self.settings.seed * 1_000_003 + step
+        generator = torch.Generator().manual_seed(seed)
         rows: list[Tensor] = []
-        for number in range(step * count, (step + 1) * count):
-            batch = self.batches(self.order[number])
-            with autocast(self.recipe.device):
-                found = self.recipe.loss(batch, generator)
-            (found.loss / count).backward()  # type: ignore[no-untyped-call]
-            rows.append(torch.cat([found.loss.detach()[None], found.agreement]))
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)  # of dropout
+            for number in range(step * count, (step + 1) * count):
+                batch = self.batches(self.order[number])
+                with autocast(device):
+                    found = self.recipe.loss(batch, generator)
+                (found.loss / count).backward()  # type: ignore[no-untyped-call]
+                rows.append(torch.cat([found.loss.detach()[None], found.agreement]))
         row: Row = torch.stack(rows).mean(0).tolist()
         self._check_finite(row[0], f"the loss of step {step + 1}")
         nn.utils.clip_grad_norm_(self.parameters.values(), MOST_GRADIENT)
@@ -225,8 +228,10 @@ class Training:
             self._check_finite(each.abs().max().item(), f"a weight of {name} after step {state.step}")
         line = f"step {state.step}, {state.seconds / 60:.1f} minutes: loss {state.loss:.3f}"
         if self.held_out is not None:
+            self.recipe.module.eval()
             with autocast(self.recipe.device):
                 found = self.recipe.loss(self.held_out)
+            self.recipe.module.train()
             self._check_finite(found.loss.item(), f"the loss of the held-out texts after step {state.step}")
             state.held_out.append([state.step, found.loss.item(), *found.agreement.tolist()])
             right = " ".join(f"{each:.2f}" for each in state.held_out[-1][2:])
