@@ -281,6 +281,15 @@ def test_a_loss_that_is_no_number_ends_the_training(target: TrainingTarget, text
         training.run(QUIET)
 
 
+def test_a_batch_of_tokens_that_the_head_cannot_propose_is_no_error(
+    target: TrainingTarget, texts: Any, tmp_path: Path
+) -> None:
+    settings = settings_of("medusa", steps=1, batch=1, draft_vocab=2)
+    _, training = made(target, [Text(0, [1], [62, 63])], settings, tmp_path / "checkpoint")
+    training.recipe._draft_ids[63] = -1  # type: ignore[attr-defined]
+    assert training.run(QUIET).loss == 0.0
+
+
 def test_a_broken_checkpoint_is_named(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
     (tmp_path / "checkpoint").write_bytes(b"nothing")
     with pytest.raises(LeapaheadError, match=r"checkpoint cannot be used: .*; remove it, and --resume trains from"):

@@ -202,7 +202,8 @@ class Training:
                 batch = self.batches(self.order[number])
                 with autocast(device):
                     found = self.recipe.loss(batch, generator)
-                (found.loss / count).backward()  # type: ignore[no-untyped-call]
+                if found.loss.requires_grad:  # a head may be able to propose none of the texts' tokens
+                    (found.loss / count).backward()  # type: ignore[no-untyped-call]
                 rows.append(torch.cat([found.loss.detach()[None], found.agreement]))
         row: Row = torch.stack(rows).mean(0).tolist()
         self._check_finite(row[0], f"the loss of step {step + 1}")
