@@ -156,6 +156,18 @@ def test_dropout_follows_the_seed_and_spares_held_out_texts(target: Any, texts: 
     assert training.state.held_out[-1][1] == own.loss(own.batch(texts[:2])).loss.item()
 
 
+def test_texts_that_exceed_the_context_of_the_draft_model_are_left_out(target: Any) -> None:
+    short, long = Text(0, [1, 2], [3] * 4), Text(1, [1] * 5, [3] * 4)
+    with pytest.warns(UserWarning, match="1 of 2 texts are not trained on, .* the draft model gpt2, 8 tokens"):
+        assert draft_model.fitting(gpt2(8), [short, long]) == [short]
+    with pytest.raises(LeapaheadError, match="none of the texts fits the context of the draft model gpt2"):
+        draft_model.fitting(gpt2(8), [long])
+    own = DraftRecipe(gpt2(8), target, settings_of(), ())
+    sampled = own.own_answers(own.batch([short, Text(2, [1] * 6, [3] * 2)]), 0)
+    assert [len(text.answer) for text in sampled.texts] == [2, 2]
+    own.loss(sampled)
+
+
 @pytest.mark.slow
 def test_distillation_raises_the_acceptance_and_keeps_the_text(target: Any, texts: list[Text], tmp_path: Path) -> None:
     own, training = made(target, texts, settings_of(steps=80), tmp_path / "checkpoint")

@@ -10,6 +10,7 @@ data", section 3), sampled at temperature 1 when they are needed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -57,6 +58,28 @@ def load(name: str, target: Target, tokenizer: Tokenizer | None, trust_remote_co
     return student
 
 
+def fitting(student: Student, texts: Sequence[Text]) -> list[Text]:
+    """The texts that fit the draft model's context; a warning tells how many do not.
+
+    Raises:
+        BadParameter: there are texts, and none of them fits.
+    """
+    found = [text for text in texts if len(text.tokens) <= student.context_length]
+    if texts and not found:
+        raise BadParameter(
+            f"none of the texts fits the context of the draft model {student.name}, {student.context_length} tokens; "
+            "give shorter prompts, or a smaller max_new_tokens"
+        )
+    if left_out := len(texts) - len(found):
+        warnings.warn(
+            f"{left_out} of {len(texts)} texts are not trained on, since they exceed the context of the draft model "
+            f"{student.name}, {student.context_length} tokens",
+            UserWarning,
+            stacklevel=2,
+        )
+    return found
+
+
 class DraftRecipe:
     """Trains a draft model, see the module.
 
@@ -75,6 +98,7 @@ class DraftRecipe:
 
     def __init__(self, student: Student, target: TransformersTarget, settings: DraftSettings, ends: Sequence[int]):
         self.module, self.target, self.ends = student.model, target.model, tuple(ends)
+        self.context_length = student.context_length
         self.device: torch.device = target.device
         self.on_policy = settings.on_policy
         self.divergence = losses.LOSSES[DIVERGENCES[settings.divergence]]
@@ -114,7 +138,7 @@ class DraftRecipe:
         """The same prompts with answers that the draft model samples at temperature 1.
 
         Args:
-            batch: of texts. The answers are at most as long as its longest one.
+            batch: of texts. The answers are at most as long as its longest one, and as the context has room for.
             seed: of the answers.
         """
         size = max(len(text.prompt) for text in batch.texts)
@@ -126,7 +150,7 @@ class DraftRecipe:
             found: Tensor = self.module.generate(
                 input_ids=torch.tensor(rows, device=self.device),
                 attention_mask=torch.tensor(seen, device=self.device),
-                max_new_tokens=max(len(text.answer) for text in batch.texts),
+                max_new_tokens=min(max(len(text.answer) for text in batch.texts), self.context_length - size),
                 do_sample=True,
                 temperature=1.0,
                 top_k=0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from leapahead.api import LLM
@@ -73,7 +74,8 @@ def train_draft(
     complete = settings.complete(student.hidden_size)
     folder.begin(settings)
     measured = conditions(target)
-    trained, held_out, sets = gathered(llm, settings, folder, watch)
+    usable = list if reader is not None else partial(draft_model.fitting, student)
+    trained, held_out, sets = gathered(llm, settings, folder, watch, usable)
     llm.close()
     ends, mask = llm.eos_token_ids, None
     if is_parallel:

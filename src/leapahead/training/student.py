@@ -11,6 +11,7 @@ import torch
 from leapahead.core.errors import BadParameter
 from leapahead.core.text import Tokenizer, difference
 from leapahead.models import loading
+from leapahead.models.transformers import families
 from leapahead.models.transformers.pretrained import load_files, save
 
 
@@ -39,6 +40,11 @@ class Student:
     def hidden_size(self) -> int:
         """The width of its hidden states."""
         return int(self.model.get_input_embeddings().weight.shape[-1])
+
+    @property
+    def context_length(self) -> int:
+        """Greatest number of tokens of a sequence; of an encoder-decoder model, of the decoder's."""
+        return families.context_length(families.text_config(self.model))
 
     def save(self, folder: Path) -> None:
         """Writes it as a folder of Transformers, with its tokenizer.
