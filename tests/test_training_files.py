@@ -161,6 +161,19 @@ def test_a_full_disk_is_told_by_the_name_of_the_file(
         texts.write(LLM(str(tiny_folder)), Wish(data, 4), tmp_path / "texts.jsonl", silent)
 
 
+def test_texts_go_on_after_an_interrupt_in_any_line(tiny_folder: Path, data: Path, tmp_path: Path) -> None:
+    """A full disk leaves less than the first line. A file that is read only, of another run, is not changed."""
+    llm, file = LLM(str(tiny_folder)), tmp_path / "texts.jsonl"
+    found = texts.write(llm, Wish(data, 2), file, silent)
+    whole = file.read_bytes()
+    for length in (0, 10, len(whole) - 10):
+        file.write_bytes(whole[:length])
+        assert texts.write(llm, Wish(data, 2), file, silent) == found
+    file.write_bytes(whole[:-10])
+    assert texts.read(llm, file) == found[:-1]
+    assert file.read_bytes() == whole[:-10]
+
+
 def test_texts_of_another_run_and_further_prompts_are_trained_on_together(
     tiny_folder: Path, data: Path, tmp_path: Path
 ) -> None:

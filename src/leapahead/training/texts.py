@@ -117,7 +117,7 @@ def write(llm: LLM, wish: Wish, path: Path, progress: Progress, what: str = "the
     """
     wanted = prompts(llm, wish)
     head = {**_model(llm), **asdict(wish), "data": wish.data.name}
-    if path.exists():
+    if path.exists() and cut(path):
         kept = _read(path, head)
     else:
         _append(path, {"model": llm.target.info.name, **head})
@@ -227,14 +227,13 @@ def _append(path: Path, record: dict[str, Any]) -> None:
 
 
 def _read(path: Path, expected: dict[str, Any]) -> dict[int, Text]:
-    """The texts of a file by their index. A last line that an interrupt left incomplete is removed from the file."""
+    """The texts of a file by their index, without a last line that an interrupt left incomplete."""
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadParameter(f"{path} cannot be read: {error}") from None
-    whole = content[: content.rfind("\n") + 1]
     try:
-        head, *records = [json.loads(line) for line in whole.split("\n") if line]
+        head, *records = [json.loads(line) for line in content.split("\n")[:-1] if line]
         texts = [Text(**record) for record in records]
         given = {name: head[name] for name in (*expected, "weights", "data")}  # every first line has these two
     except (ValueError, TypeError, KeyError):
@@ -242,9 +241,22 @@ def _read(path: Path, expected: dict[str, Any]) -> dict[int, Text]:
     for name, value in expected.items():
         if given[name] != value:
             raise BadParameter(f"{path} was written with {name} {given[name]!r}, not {value!r}; give a new folder")
-    if len(whole) < len(content):
-        try:
-            path.write_text(whole, encoding="utf-8")
-        except OSError as error:
-            raise BadParameter(f"{path} cannot be written: {error.strerror}") from None
     return {text.index: text for text in texts}
+
+
+def cut(path: Path) -> bool:
+    """Removes a last line that an interrupt left incomplete, in place, since a full disk has no room for a copy.
+
+    Returns:
+        Whether a line is left.
+
+    Raises:
+        BadParameter: the file cannot be read or written.
+    """
+    try:
+        with path.open("r+b") as file:
+            length = file.read().rfind(b"\n") + 1
+            file.truncate(length)
+    except OSError as error:
+        raise BadParameter(f"{path} cannot be written: {error.strerror}") from None
+    return length > 0

@@ -24,7 +24,7 @@ from leapahead.core.tree import Budget
 from leapahead.drafters.jacobi import Jacobi
 from leapahead.models.base import Target
 from leapahead.planner.draft import Proposal, SequenceView
-from leapahead.training.texts import LEAST, Progress, Text
+from leapahead.training.texts import LEAST, Progress, Text, cut
 
 GROUP = 4  # times as many texts as are decoded together are written at once
 
@@ -91,7 +91,7 @@ def write(
     Raises:
         BadParameter: the file cannot be read or written.
     """
-    found = _read(path) if path.exists() else {}
+    found = _read(path) if path.exists() and cut(path) else {}
     left = [text for text in texts if text.index not in found]
     with LLM(
         target, tokenizer=tokenizer, drafter=Recorder, block=block, max_batch=together, drafter_cache=False
@@ -115,17 +115,13 @@ def write(
 
 
 def _read(path: Path) -> dict[int, Trajectory]:
-    """The trajectories of a file by the index of the text; a last line that is incomplete is removed."""
+    """The trajectories of a file by the index of the text."""
     try:
-        content = path.read_text(encoding="utf-8")
-        whole = content[: content.rfind("\n") + 1]
-        records = [json.loads(line) for line in whole.split("\n") if line]
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
         found = [
             Trajectory(**{**record, "states": [(length, guesses) for length, guesses in record["states"]]})
             for record in records
         ]
-        if len(whole) < len(content):
-            path.write_text(whole, encoding="utf-8")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise BadParameter(f"{path} holds no trajectories of a training run: {error}; remove it") from None
     return {each.index: each for each in found}
