@@ -124,7 +124,8 @@ class Runner:
 
 
 def _record(job: Job) -> Any:
-    extra = {"prediction": list(job.prediction)} if job.prediction else None
+    prediction = job.prediction if isinstance(job.prediction, str) else list(job.prediction)
+    extra = {"prediction": prediction} if prediction else None
     params = Some(temperature=job.temperature, max_tokens=job.new, extra_args=extra)
     return Some(num_prompt_tokens=len(job.prompt), sampling_params=params)
 
@@ -242,6 +243,26 @@ def test_an_error_costs_the_drafts_and_not_the_server(install: Install, caplog: 
     assert runner.serve(Job("x", [5], 30)) == {"x": plain_text([5], 30)}
     assert proposer.figures.errors == ERRORS
     assert "nothing is drafted any more" in caplog.text
+
+
+def test_a_prediction_that_cannot_be_tokenized_costs_itself_alone(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As an error of the step it ended all drafting, since the request stays."""
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        raise ValueError("a token is not allowed here")
+
+    install()
+    proposer = Proposer(config())
+    proposer._descriptions._tokenizer = Some(encode=encode)  # type: ignore[assignment]
+    runner = Runner(proposer)
+    runner.host.add(Job("other", [5], 90))
+    runner.serve(Job("x", [7], 60, prediction="<|end|>"))  # type: ignore[arg-type]
+    assert runner.host.done == {"other": plain_text([5], 90), "x": plain_text([7], 60)}
+    assert proposer.figures.accepted
+    assert proposer.figures.errors == 0
+    assert "cannot be divided into tokens (a token is not allowed here)" in caplog.text
 
 
 def test_the_drafter_cache_is_saved_and_loaded(install: Install, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from leapahead.core.errors import first_line
 from leapahead.core.parameters import is_whole
 from leapahead.core.text import Tokenizer
 from leapahead.integrations.vllm.batch import Batch, Request
@@ -56,11 +57,15 @@ class Descriptions:
         if given is None or given == "":
             return ()
         if isinstance(given, str):
-            tokenizer = self.tokenizer()
-            if tokenizer is None:
+            try:
+                tokenizer = self.tokenizer()
+                given = None if tokenizer is None else tokenizer.encode(given, add_special_tokens=False)
+            except Exception as error:  # of any tokenizer; drafting must not fail for all because of one request
+                self._say(f"a prediction cannot be divided into tokens ({first_line(error)}); it is not used")
+                return ()
+            if given is None:
                 self._say("a prediction is text, and vLLM was started without a tokenizer; send token ids")
                 return ()
-            given = tokenizer.encode(given, add_special_tokens=False)
         if not isinstance(given, Sequence) or not all(map(is_whole, given)):
             self._say(f"a prediction is {str(given)[:60]!r}, but must be text or token ids; it is not used")
             return ()
