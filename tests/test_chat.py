@@ -126,6 +126,7 @@ CASES: list[tuple[str, Any, str, str | None, list[tuple[str, str]]]] = [
     ("type", LLAMA, '{"type": "function", "name": "f", "parameters": {}}', None, [("f", "{}")]),
     ("other JSON", LLAMA, '{"answer": {"a": 1}}', '{"answer": {"a": 1}}', []),
     ("a name alone", LLAMA, '{"name": "Ada", "born": 1815}', '{"name": "Ada", "born": 1815}', []),
+    ("half a pair", LLAMA, r'{"name": "\ud83d", "parameters": {}}', r'{"name": "\ud83d", "parameters": {}}', []),
     ("text", LLAMA, "It is {} o'clock.", "It is {} o'clock.", []),
     ("one", MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]', None, [("f", '{"a": 1}')]),
     (

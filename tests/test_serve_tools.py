@@ -20,6 +20,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.results import Piece
 from leapahead.serve.chat import Chat
 from leapahead.serve.formats import Reading
+from leapahead.serve.messages import json_object
 from leapahead.serve.schema import ChatRequest
 from tests.serving import Running, calling_llm, check, serving, toy_llm
 
@@ -209,6 +210,15 @@ def sent_back(running: Running, message: Any) -> None:
         assert found.usage.prompt_tokens == len(expected)
         dumped = given if isinstance(given, dict) else given.to_dict()
         assert prompt(running, messages=[*MESSAGES, dumped, *ends]) == expected
+
+
+def test_arguments_that_no_text_can_contain(running: Running) -> None:
+    """Half of a surrogate pair, as a model may write it."""
+    assert json_object(r'{"city": "\ud83d", "at": 1}') == {"city": "?", "at": 1}
+    assert json_object('{"a":' * 5000 + "1" + "}" * 5000) is None
+    called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": r'{"city": "\ud83d"}'}}
+    tokens = prompt(running, messages=[*MESSAGES, {"role": "assistant", "tool_calls": [called]}])
+    assert "f ?" in running.post("/detokenize", {"tokens": tokens}).json()["prompt"]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from leapahead.chat.formats import ToolFormat
 from leapahead.chat.tool_parser import MoreText, NotACall, ToolParser
@@ -50,6 +51,18 @@ def value_end(text: str, start: int) -> int:
     if found.end() == len(text):
         raise MoreText
     return found.end()
+
+
+def _read(text: str) -> Any:
+    """A JSON value.
+
+    Raises:
+        ValueError: it is none, or a string with half of a surrogate pair, which no answer can contain.
+    """
+    found = json.loads(text, strict=False)
+    if isinstance(found, str):
+        found.encode()
+    return found
 
 
 class JsonCalls(ToolParser):
@@ -189,12 +202,12 @@ class JsonCalls(ToolParser):
         end = value_end(self._text, start)
         value = self._text[start:end]
         if key == "name" and self._name is None:
-            name = json.loads(value, strict=False)
+            name = _read(value)
             if not isinstance(name, str) or not name:
                 raise NotACall
             self._name = name
         elif key in ARGUMENTS and not self._given:
-            self._arguments = json.loads(value, strict=False) if value[0] == '"' else value
+            self._arguments = _read(value) if value[0] == '"' else value
         self._skip(end)
 
     def _streamed(self) -> None:

@@ -14,7 +14,6 @@ of tools. A stream tells of each block in events:
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,6 +37,7 @@ from leapahead.serve.anthropic_replies import (
 from leapahead.serve.anthropic_schema import CountTokensRequest, MessagesRequest
 from leapahead.serve.errors import of_chat
 from leapahead.serve.formats import Reading
+from leapahead.serve.messages import json_object
 from leapahead.serve.replies import Usage
 from leapahead.serve.service import Answer, Members, Service
 from leapahead.serve.worker import Job
@@ -105,7 +105,7 @@ class Responder:
         for at, arguments in self._arguments.items():
             block = self._blocks[at]
             assert isinstance(block, ToolUseContent)
-            block.input = _object(arguments)
+            block.input = json_object(arguments) or {}  # nothing where the answer ended within them
         return self._reply(members, self._blocks, self._stop_reason())
 
     def opening(self, members: Members) -> list[MessageEvent]:
@@ -190,15 +190,6 @@ class Responder:
         if self._is_open:
             self._is_open = False
             yield MessageEvent(type="content_block_stop", index=len(self._blocks) - 1)
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; none where the answer ended within them."""
-    try:
-        found = json.loads(arguments)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _usage(given: Usage) -> MessageUsage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -137,6 +138,19 @@ def joined(content: str | Sequence[TextPart | RefusalPart], separator: str = "\n
     if isinstance(content, str):
         return content
     return separator.join(part.text for part in content)
+
+
+def json_object(text: str) -> Any:
+    """The JSON object of a text; None if it is none.
+
+    Half of a surrogate pair, which JSON can name and no text can contain, becomes a question mark.
+    """
+    try:
+        found = json.loads(text)
+        encodable = json.dumps(found, ensure_ascii=False).encode(errors="replace")
+    except (ValueError, RecursionError):
+        return None
+    return json.loads(encodable) if isinstance(found, dict) else None
 
 
 def _role(value: Any) -> Any:

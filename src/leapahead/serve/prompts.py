@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
@@ -14,7 +13,7 @@ from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.token_bytes import token_bytes
 from leapahead.inputs import Prompt, chat_text, encode
 from leapahead.serve.errors import ApiError, of
-from leapahead.serve.messages import AssistantMessage, Message, ToolMessage, joined
+from leapahead.serve.messages import AssistantMessage, Message, ToolMessage, joined, json_object
 from leapahead.serve.schema import ChatRequest
 from leapahead.serve.tokenization import TokenizeMessages
 
@@ -223,7 +222,7 @@ def _entry(message: Message, template: str, null: bool, as_text: bool) -> dict[s
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": call.function.arguments if as_text else _object(call.function.arguments),
+                        "arguments": call.function.arguments if as_text else _arguments(call.function.arguments),
                     },
                 }
                 for call in message.tool_calls
@@ -231,10 +230,7 @@ def _entry(message: Message, template: str, null: bool, as_text: bool) -> dict[s
     return entry
 
 
-def _object(text: str) -> Any:
-    """The JSON object of a text, which templates write as their model does; the text where it is none."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return found if isinstance(found, dict) else text
+def _arguments(text: str) -> Any:
+    """Those of a call: the JSON object, which templates write as their model does; the text where it is none."""
+    found = json_object(text)
+    return text if found is None else found
