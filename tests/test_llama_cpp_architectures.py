@@ -290,7 +290,8 @@ def test_learned_positions_bound_the_context() -> None:
     path = BY_NAME["gpt2"].path()
     with pytest.raises(BadParameter, match=r"n_ctx=512 is not possible: .*gpt2.gguf' has learned positions for 256"):
         model.load(path, LlamaCppOptions(n_ctx=512))
-    assert model.load(path, LlamaCppOptions(n_ctx=0, n_threads=1))[0].info.context_length == 256
+    info = model.load(path, LlamaCppOptions(n_ctx=0, n_threads=1))[0].info
+    assert (info.context_length, info.length_option) == (256, ""), "no larger n_ctx is possible"
 
 
 # ---------------------------------------------------------------------------------------------------- faults

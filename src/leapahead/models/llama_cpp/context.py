@@ -146,6 +146,7 @@ class Context:
     Attributes:
         n_ctx: cells of the cache.
         longest: greatest number of tokens of a sequence.
+        may_grow: whether a larger `n_ctx` would raise it.
         n_batch: greatest number of tokens in a forward.
         n_step: greatest number of nodes in a step.
         n_seq_max: number of sequence ids.
@@ -209,6 +210,7 @@ class Context:
         longest = wanted if beyond else self.n_ctx
         trained = model.n_ctx_train - (beyond if model.learned_positions else 0)
         self.longest = min(longest, trained) if limited and model.n_ctx_train else longest
+        self.may_grow = not (model.learned_positions and self.longest == trained)
         self.precision = max(model.precision, *(STEPS[each] for each in types))
         self.fingerprint = (
             f"{params.n_threads} threads {params.n_threads_batch} for batches cache {types[0]} {types[1]} "

@@ -75,7 +75,7 @@ class LlamaCppTarget:
             layers=model.layers,
             hidden_size=model.hidden_size,
             cache_tokens=self.context.n_ctx,
-            length_option="n_ctx",
+            length_option="n_ctx" if self.context.may_grow else "",
         )
         able = self._tested()
         replays, reads = model.stateful and CHAIN in able, CHAIN in able and not model.stateful
