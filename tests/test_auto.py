@@ -238,6 +238,8 @@ def test_an_adjacency_that_does_not_fit_together_is_refused(broken: str) -> None
 def test_impossible_options_are_refused_by_name() -> None:
     with pytest.raises(BadParameter, match="no source 'sufix'"):
         Auto(sources="sufix")
+    with pytest.raises(BadParameter, match="names 'suffix' twice"):
+        Auto(sources=["suffix", "recycling", "suffix"])
     with pytest.raises(BadParameter, match="nodes=-1"):
         Auto(nodes=-1)
 

@@ -202,6 +202,23 @@ def test_commit_without_a_step_is_caught(target: TransformersTarget) -> None:
         opened(target).commit(Verdict((0,), (1,), 0))
 
 
+def test_a_commit_that_is_cut_off_leaves_out_no_token_of_the_penalties(
+    target: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are read again, and count in the choices after them."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    session = opened(target, params=SamplingParams(frequency_penalty=-50.0))  # what was written is written again
+    target.step([session], [TokenTree.root(PROMPT[-1])])
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(KVCache, "keep", interrupted)
+        session.commit(Verdict((0,), (40,), 0))
+    read_prompt(target, session)
+    assert target.step([session], [TokenTree.root(40)])[0][0] == 40
+
+
 def test_a_session_whose_prompt_is_not_read_is_not_stepped(target: TransformersTarget) -> None:
     session = target.open(PROMPT, GREEDY)
     with pytest.raises(LeapaheadError, match=r"target\.prefill"):

@@ -81,6 +81,8 @@ class Auto(Planned):
         self._names = [name.strip() for name in given if name.strip()] or list(DEFAULT)
         if unknown := [name for name in self._names if name not in SOURCES]:
             raise BadParameter(f"there is no source {unknown[0]!r}; there are {', '.join(SOURCES)}")
+        if twice := [name for name in self._names if self._names.count(name) > 1]:
+            raise BadParameter(f"sources={sources!r} is not possible: it names {twice[0]!r} twice")
         self._named = bool(sources)
         self._table: TokenTable | None = None
         self._store = Store(datastore, "datastore") if not is_left_out(datastore) else None

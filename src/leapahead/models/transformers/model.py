@@ -89,9 +89,9 @@ class TransformersSession:
     def commit(self, verdict: Verdict) -> None:
         # The tokens come first: should the rest be interrupted, they are unread and `prefill` reads them again.
         self.tokens += verdict.tokens
+        self.sampler.committed()
         with computing():
             self.state.commit(verdict.path)
-        self.sampler.committed()
         assert self.unread == 0  # the state holds every committed token but the last
 
     def close(self) -> None:
