@@ -147,6 +147,17 @@ def test_texts_are_the_targets_and_go_on(tiny_folder: Path, data: Path, tmp_path
     assert texts.written_for(file) == "prompts.jsonl"
 
 
+def test_what_an_interrupt_left_of_a_line_is_removed_by_its_own_run_only(tmp_path: Path) -> None:
+    """Another run may still be writing it."""
+    file = tmp_path / "texts.jsonl"
+    whole = '{"weights": "0", "data": "prompts.jsonl"}\n{"index": 0, "prompt": [1], "answer": [2], "temperature": 0}\n'
+    file.write_text(whole + '{"index": 1, "pro')
+    texts.check_file(file)
+    assert file.read_text() != whole
+    texts.cut(file)
+    assert file.read_text() == whole
+
+
 def test_a_full_disk_is_told_by_the_name_of_the_file(
     tiny_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +370,7 @@ def _logits(module: Any, states: Any, tokens: Any) -> Any:
         ({"kind": "dflash", "draft_vocab": 9}, "draft_vocab is not possible with dflash"),
         ({"kind": "peagle", "depths": 1}, "depths=1 is not possible with peagle, which has no mask then"),
         ({"kind": "dflash", "depths": 257}, "depths=257 is not possible: it must be from 0 to 256"),
+        ({"evaluate": ("x/test.jsonl", "y/test.jsonl")}, "two files have the name 'test'; rename one"),
         ({"layers": (1, 1, 2)}, "layers=1,1,2 is not possible: they must be different"),
         ({"layers": (-99, 1, 2)}, "layers=-99,1,2 is not possible: they must be different, and numbered from 0 on"),
         ({"kind": "medusa", "layers": (1,)}, "layers=1 is not possible with medusa"),
@@ -430,6 +442,22 @@ def test_a_run_is_resumed_with_the_same_settings_only(tmp_path: Path) -> None:
     folder.texts.touch()
     with pytest.raises(LeapaheadError, match="is not empty; give a new folder, or go on with --resume"):
         folder.check(settings, resume=False)
+
+
+def test_a_full_disk_leaves_what_a_run_is_resumed_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, text: str, encoding: str) -> int:
+        path.touch()
+        os.truncate(path, 0)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder, settings = Folder(tmp_path), Settings("eagle3", data="a", steps=3)
+    folder.begin(settings)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", write)
+        with pytest.raises(LeapaheadError, match="cannot be written: No space left on device"):
+            folder.begin(settings)
+    folder.check(settings, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 # ---------------------------------------------------------------------------------------------------- the command

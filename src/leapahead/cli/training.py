@@ -93,6 +93,7 @@ EVALUATED: tuple[Option, ...] = (
     option(
         "--evaluate",
         type=FILE,
+        argument="evaluate",
         multiple=True,
         metavar="FILE",
         group=TEXTS,

@@ -24,6 +24,20 @@ def replaceable(file: Path) -> Path:
     return Path(os.path.realpath(file)) if os.path.islink(file) else file
 
 
+def write_text(path: Path, text: str) -> None:
+    """Replaces the file in one step, so that a full disk leaves what it held.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> bool:
     """Replaces the file in one step, so that no reader finds half of it; False where it cannot be written."""
     part = ""

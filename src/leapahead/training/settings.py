@@ -17,9 +17,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from leapahead.core.errors import BadParameter
+from leapahead.core.storage import write_text
 from leapahead.drafters.heads.config import (
     DFLASH,
     DFLASH2,
@@ -114,6 +115,10 @@ class RunSettings:
             raise BadParameter(f"minutes={self.minutes:g} is not possible: it must be a finite number above 0")
         for name, least in (("batch", 1), ("accumulate", 1), ("steps", 1), ("lr", 0), ("seed", 0)):
             check_least(self, name, least)
+        names = [Path(file).stem for file in self.evaluate]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            files = ",".join(self.evaluate)
+            raise BadParameter(f"evaluate={files} is not possible: two files have the name {twice!r}; rename one")
         for name, most in (("sampled", 1.0), ("held_out", 0.9)):
             check_share(self, name, most)
         if self.seed >= MOST_SEED:
@@ -123,6 +128,11 @@ class RunSettings:
     def length(self) -> float | None:
         """The minutes of the training, the usual ones where nothing is set; None where its steps are."""
         return USUAL_MINUTES if self.minutes is None and self.steps is None else self.minutes
+
+    def complete(self, hidden_size: int) -> Self:
+        """The settings with the usual values in place of those that were left out, for a model of this width."""
+        rate = self.lr or TUNING_RATE / hidden_size
+        return replace(self, lr=rate, optimizer=self.optimizer or ADAMW, minutes=self.length)
 
 
 @dataclass(frozen=True)
@@ -164,7 +174,7 @@ class Settings(RunSettings):
         if self.kind == PEAGLE and self.depths == 1:
             raise BadParameter("depths=1 is not possible with peagle, which has no mask then; give at least 2")
 
-    def complete(self, hidden_size: int) -> Settings:
+    def complete(self, hidden_size: int) -> Self:
         """The settings with the usual values in place of those that were left out, for a target of this width."""
         optimizer = self.optimizer or (MUON if self.kind in MUON_RATES else ADAMW)
         if self.kind in (MEDUSA, *HYDRAS):
@@ -209,11 +219,6 @@ class DraftSettings(RunSettings):
         if self.kind != PARD:
             check_unset(self, "retention", "least_retention")
 
-    def complete(self, hidden_size: int) -> DraftSettings:
-        """The settings with the usual values in place of those that were left out, for a model of this width."""
-        rate = self.lr or TUNING_RATE / hidden_size
-        return replace(self, lr=rate, optimizer=self.optimizer or ADAMW, minutes=self.length)
-
 
 @dataclass(frozen=True)
 class CllmSettings(RunSettings):
@@ -240,11 +245,6 @@ class CllmSettings(RunSettings):
         check_share(self, "sampled", 0.0)
         for name, least in (("block", 1), ("states", 1), ("ar_weight", 0), ("keep_weight", 0)):
             check_least(self, name, least)
-
-    def complete(self, hidden_size: int) -> CllmSettings:
-        """The settings with the usual values in place of those that were left out, for a model of this width."""
-        rate = self.lr or TUNING_RATE / hidden_size
-        return replace(self, lr=rate, optimizer=self.optimizer or ADAMW, minutes=self.length)
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class ProbeSettings(RunSettings):
         if self.kind != SPACE:
             check_unset(self, "ar_weight")
 
-    def complete(self, hidden_size: int) -> ProbeSettings:
+    def complete(self, hidden_size: int) -> Self:
         """The settings with the usual values in place of those that were left out, for a model of this width."""
         rate = TUNING_RATE / hidden_size if self.kind == SPACE else PASS_RATE
         return replace(self, lr=self.lr or rate, optimizer=self.optimizer or ADAMW, minutes=self.length)
@@ -371,7 +371,7 @@ class Folder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._run.write_text(json.dumps(_plain(settings), indent=2) + "\n", encoding="utf-8")
+            write_text(self._run, json.dumps(_plain(settings), indent=2) + "\n")
         except OSError as error:
             raise BadParameter(f"{self.path} cannot be written: {error.strerror}") from None
 
