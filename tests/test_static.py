@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from static_parts import FakeCuda, recorded
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from leapahead import Engine, Request, StopParams
 from leapahead.core.errors import BadParameter, Refused
@@ -222,6 +223,21 @@ def test_what_padding_rows_wrote_is_dropped_with_the_entries() -> None:
     cache.release(row)
     cache.clear()
     assert not cache.groups[0].entries.isnan().any()
+
+
+@pytest.mark.slow
+def test_what_is_captured_reads_no_weights_that_autocast_has_cast_before() -> None:
+    """They are freed when its block ends."""
+    cuda = FakeCuda()
+    with torch.autocast("cpu", torch.float16):
+        target = capturing(cuda=cuda)
+    run(target, prompt=PROMPT)
+    assert torch.is_autocast_cache_enabled()
+    for graph in cuda.alive:
+        made = {id(each) for *_, found in graph.tape.operations for each in tree_leaves(found)}
+        weights = [args[0] for operation, args, *_ in graph.tape.operations if operation is torch.ops.aten.t.default]
+        assert weights
+        assert {each.dtype for each in weights if id(each) not in made} <= {torch.float32}
 
 
 @pytest.mark.slow

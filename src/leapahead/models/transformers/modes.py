@@ -37,6 +37,18 @@ def computing(wanted: Autocast | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def casting_anew() -> Iterator[None]:
+    """Within the block, autocast keeps no copies of weights. It drops them at its end, and a forward that was recorded
+    with them would read memory of others."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
 def forwards(what: str, batch: int, device: torch.device, wanted: Autocast) -> Iterator[None]:
     """`computing` with this autocast, and `out_of_memory_in`."""
     with computing(wanted), out_of_memory_in(what, batch, device):

@@ -17,6 +17,7 @@ from leapahead.models.transformers import selftest
 from leapahead.models.transformers.families import Pattern, text_config
 from leapahead.models.transformers.forward import Batch, CachedState, Layers, MaskedExecutor, Outputs, side_by_side
 from leapahead.models.transformers.kv_cache import Row
+from leapahead.models.transformers.modes import casting_anew
 from leapahead.models.transformers.static.buffers import Buffers, Draft
 from leapahead.models.transformers.static.cache import MOVES, Placed, StaticCache, StaticRow
 from leapahead.models.transformers.static.compiled import Compiler
@@ -331,7 +332,7 @@ class StaticExecutor(MaskedExecutor):
         options = {"output_hidden_states": list(shape.layers)} if shape.layers else {}
         self.cache.enter(shape, slots)
         try:
-            with self._attention(self._config):
+            with self._attention(self._config), casting_anew():
                 output = self._model(
                     input_ids=inputs.tokens,
                     position_ids=inputs.positions,
