@@ -100,3 +100,40 @@ def test_there_is_one_copy_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
             choosing.choose(samplers, trees, logits, top_k=3)
         assert copies == [(sum(map(len, trees)), 1 + 2 * 3)]
         copies.clear()
+
+
+class OnMps(torch.Tensor):
+    """A tensor of a device without float64, which numpy cannot read."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("mps")
+
+    def cpu(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+    def double(self) -> torch.Tensor:
+        raise TypeError("the MPS framework doesn't support float64")
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        raise TypeError("can't convert mps:0 device type tensor to numpy")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_drafters_read_comes_from_any_device(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As speculative sampling, which reads probabilities at temperature 0, too."""
+    params = SamplingParams(temperature=temperature)
+    logits, tree = torch.randn(3, 50), TokenTree.chain(1, [2, 3])
+    sampler = Sampler(params, [1, 2], 50, torch.from_numpy)
+    choose, scores = sampler.choose, sampler.scores
+    expected = Choices(logits, tree, sampler)
+    probabilities, of_node = expected.probabilities([0, 2]), expected.log_distribution(1)
+    monkeypatch.setattr(sampler, "choose", lambda rows, *args: choose(rows.cpu(), *args).as_subclass(OnMps))
+    monkeypatch.setattr(sampler, "scores", lambda rows, *args: scores(rows.cpu(), *args).as_subclass(OnMps))
+    found = Choices(logits.as_subclass(OnMps), tree, sampler)
+    np.testing.assert_array_equal(found.probabilities([0, 2]), probabilities)
+    np.testing.assert_array_equal(found.log_distribution(1), of_node)
+    for mine, theirs in zip(found.top_k(3), expected.top_k(3), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    for mine, theirs in zip(found.log_probabilities([0], [4], 2), expected.log_probabilities([0], [4], 2), strict=True):
+        np.testing.assert_array_equal(mine, theirs)

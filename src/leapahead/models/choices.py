@@ -195,18 +195,15 @@ class Choices(Rows):
         Raises:
             BadLogits: they are NaN, infinite or all banned.
         """
+        if self._sampler.noise is None:
+            chosen = checked([self[int(node)] for node in nodes], f"position {self._length}")
+            found = np.zeros((len(chosen), self.width))
+            found[np.arange(len(chosen)), chosen] = 1.0
+            return found
         rows, began = self._live(), perf_counter()
         wanted = np.asarray(nodes, dtype=np.int64)
-        if self._sampler.noise is None:
-            chosen = checked(
-                self._sampler.choose(rows[wanted - self.num_computed], self.tree, wanted, self._length), ""
-            )
-            found = np.zeros((len(wanted), rows.shape[-1]))
-            found[np.arange(len(wanted)), chosen] = 1.0
-        else:
-            found = _host(self._sampler.scores(rows[wanted - self.num_computed], self.tree, wanted, self._length))
-            found = _softmax(found)
-            checked(np.where(np.isfinite(found).all(axis=1), 0, -1), f"position {self._length}")
+        found = _softmax(_host(self._sampler.scores(rows[wanted - self.num_computed], self.tree, wanted, self._length)))
+        checked(np.where(np.isfinite(found).all(axis=1), 0, -1), f"position {self._length}")
         self._seconds += perf_counter() - began
         return found
 
@@ -267,7 +264,7 @@ def best(rows: Array, k: int) -> tuple[IntArray, FloatArray]:
     if is_torch_array(rows):
         if rows.device.type != "cpu":  # its own selection, and one transfer of 2 k numbers a row
             values, tokens = rows.topk(k, dim=-1)
-            return tokens.cpu().numpy(), values.double().cpu().numpy()
+            return tokens.cpu().numpy(), values.cpu().double().numpy()  # MPS has no float64
         rows = (rows if rows.dtype.itemsize >= 4 else rows.float()).detach().numpy()
     tokens, values = largest_at(rows, k)
     return tokens, values.astype(np.float64)
@@ -275,7 +272,7 @@ def best(rows: Array, k: int) -> tuple[IntArray, FloatArray]:
 
 def _host(array: Array) -> FloatArray:
     """A float64 copy on the host."""
-    return np.array(array if isinstance(array, np.ndarray) else array.double().cpu().numpy(), dtype=np.float64)
+    return np.array(array if isinstance(array, np.ndarray) else array.cpu().double().numpy(), dtype=np.float64)
 
 
 def _softmax(scores: FloatArray) -> FloatArray:

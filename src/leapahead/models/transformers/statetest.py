@@ -57,9 +57,9 @@ def distance(executor: ReplayExecutor, ids: IntArray, draw: int) -> float:
 
 def apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The length of the difference of two tensors, relative to the second."""
-    one, other = one.double(), other.double()
+    one, other = one.cpu().double(), other.cpu().double()  # not every device has float64
     found: torch.Tensor = (one - other).norm() / other.norm().clamp_min(torch.finfo(torch.double).tiny)
-    return found.cpu()
+    return found
 
 
 def _first(states: dict[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
