@@ -7,6 +7,7 @@ import random
 import zipfile
 from collections.abc import Sequence
 from itertools import permutations
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -212,6 +213,16 @@ def test_a_received_section_waits_for_who_asks_for_it() -> None:
     cache.merge_bytes(taught([[1, 2, 3]]).to_bytes())
     assert cache.sections == {}
     assert cache.section("suffix", PastTexts).arrays()["tokens"].tolist() == [1, 2, 3]
+
+
+def test_a_save_tells_what_it_cannot_save(tmp_path: Path) -> None:
+    cache, file = DrafterCache(), tmp_path / "cache"
+    cache.merge_bytes(taught([[1, 2, 3]]).to_bytes())
+    with pytest.warns(UserWarning, match="has nothing of what was received of .*suffix; pass the cache to an LLM"):
+        cache.save(file)
+    cache.activate(cache_sections.make)
+    cache.save(file)
+    assert cache_sections.load(file).sections["suffix"].figures()["texts"] == 1
 
 
 class Unshared(PastTexts):

@@ -19,6 +19,7 @@ All methods may be called from any thread, and a section has a lock of its own.
 from __future__ import annotations
 
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from io import BytesIO
@@ -345,7 +346,7 @@ class DrafterCache:
     def save(self, path: str | Path | None = None, replace: bool = False) -> Path:
         """Saves all sections to a file, after merging what another process saved there since it was last read.
 
-        If it fails, the file is as it was.
+        If it fails, the file is as it was. What `merge_bytes` received is saved once an LLM uses this cache.
 
         Args:
             path: by default the cache's own.
@@ -377,6 +378,13 @@ class DrafterCache:
             raise cache_file.not_written(named, error) from error
         if self.path is None:
             self.path = named
+        if missing := sorted({*self._ledgers} - {*self.sections}):
+            warnings.warn(
+                f"{named} has nothing of what was received of {', '.join(missing)}; pass the cache to an LLM before it "
+                "is saved",
+                UserWarning,
+                stacklevel=2,
+            )
         return named
 
 
