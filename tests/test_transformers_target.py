@@ -212,9 +212,10 @@ def test_a_commit_that_is_cut_off_leaves_out_no_token_of_the_penalties(
 
     session = opened(target, params=SamplingParams(frequency_penalty=-50.0))  # what was written is written again
     target.step([session], [TokenTree.root(PROMPT[-1])])
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(KVCache, "keep", interrupted)
-        session.commit(Verdict((0,), (40,), 0))
+        with pytest.raises(KeyboardInterrupt):
+            session.commit(Verdict((0,), (40,), 0))
     read_prompt(target, session)
     assert target.step([session], [TokenTree.root(40)])[0][0] == 40
 
