@@ -237,6 +237,29 @@ def test_the_command_distils_a_draft_model(leapahead: Any, data: Path, tmp_path:
     assert len(found["before"]) == len(found["evaluations"]) == readme.count("| distilled |")
 
 
+def test_a_draft_model_with_its_own_code_drafts_where_it_was_trained(
+    target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation refused the code of the draft model after the training, whatever was allowed."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "own"
+    small_model().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": code}))
+    (folder / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    with pytest.raises(LeapaheadError, match="comes with Python code"):
+        draft_model.drafting(str(folder), target)
+    draft = draft_model.drafting(str(folder), target, trust_remote_code=True)
+    some = [Text(0, [1, 2, 3], [4, 5, 6])]
+    (found,) = decoding.evaluations(target, None, {"all": some}, silent, "", drafter="draft_model", draft=draft)
+    assert found.tokens
+
+
 def test_what_cannot_be_distilled_is_refused(target: Any, tiny_folder: Path) -> None:
     for name, message in (("self:int8", "is made of the target"), ("small.gguf", "give the folder of Transformers")):
         with pytest.raises(LeapaheadError, match=message):

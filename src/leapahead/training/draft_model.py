@@ -51,29 +51,38 @@ def load(name: str, target: Target, tokenizer: Tokenizer | None, trust_remote_co
         )
     if name.startswith(SELF):
         raise BadParameter(f"--draft {name} is made of the target, which is not changed; name a smaller model")
-    path = loading.bundled("tiny-draft") if name == BUNDLED else name
-    student = Student.load(path, name, target.device, trust_remote_code)
+    student = Student.load(_path(name), name, target.device, trust_remote_code)
     check_kind(student.name, student.is_encoder_decoder, target.info)
     student.check_tokenizer(tokenizer)
     return student
 
 
+def drafting(name: str, target: TransformersTarget, trust_remote_code: bool = False) -> loading.Loaded:
+    """The draft model as the target drafts with it; arguments as of `load`."""
+    return loading.load(_path(name), device=str(target.device), trust_remote_code=trust_remote_code)
+
+
+def _path(name: str) -> str:
+    return str(loading.bundled("tiny-draft")) if name == BUNDLED else name
+
+
 def fitting(student: Student, texts: Sequence[Text]) -> list[Text]:
-    """The texts that fit the draft model's context; a warning tells how many do not.
+    """The texts that fit the context of a decoder-only draft model; a warning tells how many do not.
 
     Raises:
         BadParameter: there are texts, and none of them fits.
     """
-    found = [text for text in texts if len(text.tokens) <= student.context_length]
+    room = student.context_length
+    found = [text for text in texts if student.is_encoder_decoder or len(text.tokens) <= room]
     if texts and not found:
         raise BadParameter(
-            f"none of the texts fits the context of the draft model {student.name}, {student.context_length} tokens; "
-            "give shorter prompts, or a smaller max_new_tokens"
+            f"none of the texts fits the context of the draft model {student.name}, {room} tokens; give "
+            "shorter prompts, or a smaller max_new_tokens"
         )
     if left_out := len(texts) - len(found):
         warnings.warn(
             f"{left_out} of {len(texts)} texts are not trained on, since they exceed the context of the draft model "
-            f"{student.name}, {student.context_length} tokens",
+            f"{student.name}, {room} tokens",
             UserWarning,
             stacklevel=2,
         )

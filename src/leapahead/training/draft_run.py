@@ -74,8 +74,7 @@ def train_draft(
     complete = settings.complete(student.hidden_size)
     folder.begin(settings)
     measured = conditions(target)
-    usable = list if reader is not None else partial(draft_model.fitting, student)
-    trained, held_out, sets = gathered(llm, settings, folder, watch, usable)
+    trained, held_out, sets = gathered(llm, settings, folder, watch, partial(draft_model.fitting, student))
     llm.close()
     ends, mask = llm.eos_token_ids, None
     if is_parallel:
@@ -98,9 +97,10 @@ def train_draft(
         return TrainedDraft(complete, state, None)
     student.save(folder.trained)
     sets = {**by_temperature(held_out), **sets}
+    load = partial(draft_model.drafting, target=target, trust_remote_code=trust_remote_code)
     before, found = (
         decoding.evaluations(
-            target, llm.tokenizer, sets, watch.progress, what, forwards, drafter="draft_model", draft=draft
+            target, llm.tokenizer, sets, watch.progress, what, forwards, drafter="draft_model", draft=load(draft)
         )
         for draft, what, forwards in (
             (settings.draft, "drafting as before", None),
