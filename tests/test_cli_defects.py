@@ -745,6 +745,18 @@ def test_impossible_values_are_refused_before_the_model_is_loaded(
     assert line.startswith(f"error: {sentence}")
 
 
+def test_a_draft_model_is_loaded_once_and_with_the_same_trust(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trusted, load = [], loading.load
+
+    def counted(model: Any = None, **options: Any) -> Any:
+        trusted.append(options["trust_remote_code"])
+        return load(model, **options)
+
+    monkeypatch.setattr(loading, "load", counted)
+    assert leapahead("generate", PROMPT, *FEW, "--draft", "bundled", "--trust-remote-code").exit_code == 0
+    assert trusted == [True, True]  # the target and the draft model
+
+
 def test_a_text_that_the_kv_cache_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def small(values: dict[str, Any]) -> LLM:
         open_llm(values).close()

@@ -273,7 +273,7 @@ def failing(texts: Any) -> Any:
 def test_no_text_is_lost_where_a_step_of_learning_fails(loss: Any, reason: str) -> None:
     with chain_llm(learn=1, learn_rate=1e-2) as llm:
         plain = llm.generate(PROMPTS[0], max_new_tokens=24, drafter="plain")
-        llm._drafter.learner.training.loss = loss  # type: ignore[attr-defined]
+        llm.drafter.learner.training.loss = loss  # type: ignore[attr-defined]
         with pytest.warns(UserWarning, match=f"was not trained on 1 texts, since {reason}"):
             result = llm.generate(PROMPTS[0], max_new_tokens=24)
         assert result.tokens == plain.tokens
@@ -282,7 +282,7 @@ def test_no_text_is_lost_where_a_step_of_learning_fails(loss: Any, reason: str) 
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     with chain_llm(learn=1000) as llm:
-        training, before = llm._drafter.learner.training, weights_of(llm)  # type: ignore[attr-defined]
+        training, before = llm.drafter.learner.training, weights_of(llm)  # type: ignore[attr-defined]
         weight = next(training._module.parameters())
         training.loss = lambda texts: (weight.abs().sqrt() * 0.0 + (weight - weight.detach()).abs().sqrt()).sum()
         assert not np.isfinite(training.step([]))

@@ -206,12 +206,6 @@ def test_texts_of_another_run_and_further_prompts_are_trained_on_together(
     assert "to the prompts of `prompts.jsonl` and `others.jsonl`;" in card.training(run, "")
 
 
-def test_evaluated_files_of_one_name_are_refused_before_a_text_is_decoded(tiny_folder: Path, tmp_path: Path) -> None:
-    settings = DraftSettings(data="x.jsonl", evaluate=("a/x.jsonl", "b/x.txt"))
-    with pytest.raises(LeapaheadError, match="evaluate has two files of the name 'x'"):
-        gathered(LLM(str(tiny_folder)), settings, Folder(tmp_path, "draft"), QUIET)
-
-
 def test_texts_of_others_are_refused(tiny_folder: Path, data: Path, tmp_path: Path) -> None:
     llm, file = LLM(str(tiny_folder)), tmp_path / "texts.jsonl"
     texts.write(llm, Wish(data, 4), file, silent)

@@ -54,7 +54,7 @@ class LLM:
         cache_tokens: greatest number of tokens in the KV cache, all sequences together; by default as many as fit in
             half of the free memory, or 70 % of a GPU's. A GGUF file has `n_ctx` instead.
         exact: compute every token's logits with the same bits, whatever is drafted or decoded beside it; slower.
-        trust_remote_code: run Python code that comes with the model.
+        trust_remote_code: run Python code that comes with the model, or with a draft model that is given by name.
         draft: a smaller model that drafts (for `auto` and the drafters that take one): a name, a folder, a GGUF file,
             "bundled" for the bundled one, or a loaded one; or a list of them. It must have the target's tokenizer, and
             is loaded with the same `dtype`, `device` and engine options.
@@ -73,7 +73,7 @@ class LLM:
         tokenizer: its tokenizer; None where there is none.
         eos_token_ids: the ids that end a text.
         inputs: turns prompts and options into token ids and parameters, and compiles grammars.
-        drafter_name: name of the default drafter.
+        drafter, drafter_name: the default drafter, and its name.
         engine: the engine that decodes.
         drafter_cache: what drafters keep between texts; None where nothing is kept.
 
@@ -127,9 +127,9 @@ class LLM:
         self.target, self.tokenizer, self.eos_token_ids = loaded.target, loaded.tokenizer, loaded.eos_token_ids
         self.engine = Engine(self.target, tokenizer=self.tokenizer, max_batch=max_batch, prefill_chunk=prefill_chunk)
         if draft is not None:
-            self._networks["draft"] = given(draft, **backend)
-        self._drafter = self.engine.drafter(drafter, **options, **self._networks)
-        self.drafter_name = self._drafter.name
+            self._networks["draft"] = given(draft, trust_remote_code=trust_remote_code, **backend)
+        self.drafter = self.engine.drafter(drafter, **options, **self._networks)
+        self.drafter_name = self.drafter.name
         self.inputs = Inputs(self.target.info, self.tokenizer, self.eos_token_ids)
         if self.drafter_cache is not None:
             name = partial(cache_sections.vocabulary, self.tokenizer, self.target.info.vocab_size)
@@ -261,7 +261,7 @@ class LLM:
     ) -> list[tuple[Request, list[SamplingParams]]]:
         """What `generate` submits to the engine: a request for each prompt, with the parameters of its samples."""
         check_names(options)
-        drafter = self._drafter
+        drafter = self.drafter
         if "drafter" in options or "drafter_options" in options:
             chosen, given = options.get("drafter", self._chosen), drafter_options(options)
             kind = registry.load(chosen) if isinstance(chosen, str) else chosen

@@ -164,10 +164,9 @@ def open_llm(values: dict[str, Any], max_batch: int = 1, prefill_chunk: int | No
     click.get_current_context().call_on_close(llm.close)
     if llm.target.info.reference:
         screen.say(llm.target.info.reference)
-    attached = llm.engine.drafter(drafter, **drafter_options)
-    if attached.plans and llm.engine.latency.store.read(1) is None:
+    if llm.drafter.plans and llm.engine.latency.store.read(1) is None:
         with screen.progress("measuring this machine once"):
-            llm.engine.prepare(attached)
+            llm.engine.prepare(llm.drafter)
     return save_at_exit(llm) if saves else llm
 
 

@@ -276,12 +276,20 @@ def given(draft: Any, **options: Any) -> list[Draft]:
     ]
 
 
-def load(name: str, dtype: str = "auto", device: str = "auto", engine: str = "auto", **options: Any) -> DraftModel:
+def load(
+    name: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    engine: str = "auto",
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> DraftModel:
     """Loads a draft model by name, folder or file, as `loading.load` does.
 
     Args:
         dtype: of a model of Transformers; the others have one of their own.
         engine: "openvino" for that one, whatever the draft model is; others compute what they are made for.
+        trust_remote_code: whether Python code that comes with the model may run.
         options: of the target's engine; those of the draft model's are used.
 
     Raises:
@@ -291,6 +299,7 @@ def load(name: str, dtype: str = "auto", device: str = "auto", engine: str = "au
     _check_memory(path)
     kind = loading.engine_of(path, engine if engine == "openvino" else "auto")
     own = {name: value for name, value in options.items() if name in loading.OPTIONS_OF[kind]}
+    own["trust_remote_code"] = trust_remote_code
     for each in (loading.DEVICES, "kv_unified"):  # it drafts on one of them, and in a cache as it needs it
         own.pop(each, None)
     if kind == "transformers":

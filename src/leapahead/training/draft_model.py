@@ -51,19 +51,11 @@ def load(name: str, target: Target, tokenizer: Tokenizer | None, trust_remote_co
         )
     if name.startswith(SELF):
         raise BadParameter(f"--draft {name} is made of the target, which is not changed; name a smaller model")
-    student = Student.load(_path(name), name, target.device, trust_remote_code)
+    path = loading.bundled("tiny-draft") if name == BUNDLED else name
+    student = Student.load(path, name, target.device, trust_remote_code)
     check_kind(student.name, student.is_encoder_decoder, target.info)
     student.check_tokenizer(tokenizer)
     return student
-
-
-def drafting(name: str, target: TransformersTarget, trust_remote_code: bool = False) -> loading.Loaded:
-    """The draft model as the target drafts with it; arguments as of `load`."""
-    return loading.load(_path(name), device=str(target.device), trust_remote_code=trust_remote_code)
-
-
-def _path(name: str) -> str:
-    return str(loading.bundled("tiny-draft")) if name == BUNDLED else name
 
 
 def fitting(student: Student, texts: Sequence[Text]) -> list[Text]:

@@ -97,10 +97,17 @@ def train_draft(
         return TrainedDraft(complete, state, None)
     student.save(folder.trained)
     sets = {**by_temperature(held_out), **sets}
-    load = partial(draft_model.drafting, target=target, trust_remote_code=trust_remote_code)
     before, found = (
         decoding.evaluations(
-            target, llm.tokenizer, sets, watch.progress, what, forwards, drafter="draft_model", draft=load(draft)
+            target,
+            llm.tokenizer,
+            sets,
+            watch.progress,
+            what,
+            forwards,
+            drafter="draft_model",
+            draft=draft,
+            trust_remote_code=trust_remote_code,
         )
         for draft, what, forwards in (
             (settings.draft, "drafting as before", None),

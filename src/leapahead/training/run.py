@@ -143,11 +143,8 @@ def gathered(
         usable: which of the texts are trained on or held out; all by default.
 
     Raises:
-        BadParameter: two of these files have one name; or as of `texts.write`, `texts.read` and `texts.divide`.
+        BadParameter: as of `texts.write`, `texts.read` and `texts.divide`.
     """
-    names = [Path(file).stem for file in settings.evaluate]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise BadParameter(f"evaluate has two files of the name {twice!r}, by which they are told apart; rename one")
     found = texts.read(llm, Path(settings.texts)) if settings.texts else []
     if settings.data:
         wish = Wish(Path(settings.data), settings.max_new_tokens, settings.sampled, settings.seed)
