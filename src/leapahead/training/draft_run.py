@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from leapahead.api import LLM
 from leapahead.bench import plots
@@ -97,18 +98,9 @@ def train_draft(
         return TrainedDraft(complete, state, None)
     student.save(folder.trained)
     sets = {**by_temperature(held_out), **sets}
+    how: dict[str, Any] = {"drafter": "draft_model", "trust_remote_code": trust_remote_code}
     before, found = (
-        decoding.evaluations(
-            target,
-            llm.tokenizer,
-            sets,
-            watch.progress,
-            what,
-            forwards,
-            drafter="draft_model",
-            draft=draft,
-            trust_remote_code=trust_remote_code,
-        )
+        decoding.evaluations(target, llm.tokenizer, sets, watch.progress, what, forwards, draft=draft, **how)
         for draft, what, forwards in (
             (settings.draft, "drafting as before", None),
             (str(folder.trained), "drafting with the result", 1 if is_parallel else None),
