@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
 from leapahead.core.errors import BadLogits, BadParameter
+from leapahead.core.filters import floors
 from leapahead.core.noise import GumbelNoise
 from leapahead.core.processors import PrefixFree
 from leapahead.core.sampling import LEAST_TEMPERATURE, UNSETTLED, Sampler, SamplingParams, checked
@@ -480,6 +481,19 @@ def test_filters_work_beside_banned_tokens() -> None:
 def test_greedy_skips_temperature_and_filters() -> None:
     logits = np.random.default_rng(0).normal(size=(6, 12))
     np.testing.assert_array_equal(scores_of(logits, SamplingParams(top_k=1, top_p=0.1, min_p=0.9)), logits)
+
+
+@pytest.mark.parametrize("settle", [False, True])
+def test_top_p_of_a_device_depends_on_no_order_of_sums(settle: bool) -> None:
+    """A device adds in an order that depends on the number of rows, which drafts change. Here p ends at a token."""
+    import torch
+
+    random = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, 10_000, generator=random)
+    others = scores[:, torch.randperm(scores.shape[1], generator=random)]
+    masses = torch.softmax(scores[0].double(), 0).sort(descending=True).values.cumsum(0)
+    for p in masses[5:900:30].tolist():
+        assert torch.equal(floors(scores, top_p=p, settle=settle)[0], floors(others, top_p=p, settle=settle)[0])
 
 
 def test_logits_are_not_written_on() -> None:

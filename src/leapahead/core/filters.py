@@ -20,6 +20,7 @@ Array = Any
 # How many of the likeliest tokens are sorted for top-p, where they hold the mass that it asks for; otherwise all are.
 FEW, MANY = 64, 1024
 MOST_SCANNED, SCANNED_PART = 32, 16  # the compiled module finds so many numbers of a row, or one in so many
+UNITS = 2.0**40  # of a mass, in the sums of a device
 ROUNDING = 1e-3  # by which the mass of few tokens must exceed top-p, so that rounding cannot let a later one in
 
 
@@ -55,7 +56,7 @@ def _top_p_floor(scores: Array, floor: Array, p: float, settle: bool) -> tuple[A
     xp = array_namespace(scores)
     vocab = scores.shape[-1]
     best = xp.max(scores, axis=-1, keepdims=True)
-    mass = xp.exp(scores - best)
+    mass = _masses(scores - best)
     if floor is not None:
         mass = mass * xp.astype(scores >= floor, mass.dtype)
     total = xp.sum(mass, axis=-1, keepdims=True)
@@ -66,7 +67,7 @@ def _top_p_floor(scores: Array, floor: Array, p: float, settle: bool) -> tuple[A
         top = largest(scores, min(count, vocab))  # falling
         if floor is not None:
             top = xp.where(top < floor, -math.inf, top)
-        mass = xp.exp(top - best)
+        mass = _masses(top - best)
         if count < vocab:
             least = p + ROUNDING if count == FEW else p
             reached = xp.sum(mass, axis=-1) >= least * total[:, 0]
@@ -76,10 +77,19 @@ def _top_p_floor(scores: Array, floor: Array, p: float, settle: bool) -> tuple[A
             if not bool(xp.all(reached)):
                 continue
         break
-    mass = mass / total
+    mass, total = (mass, total) if is_torch_array(scores) else (mass / total, 1)
     above = xp.cumulative_sum(mass, axis=-1) - mass  # of the tokens likelier than each
+    above = xp.astype(above, scores.dtype) / total
     kept = xp.sum(xp.astype(above < p, xp.int64), axis=-1, keepdims=True)
     return xp.take_along_axis(top, xp.where(kept > 0, kept - 1, kept), axis=-1), settled
+
+
+def _masses(scores: Array) -> Array:
+    """The exponentials of scores, none of them above 0. numpy adds up each row alone; a device adds in an order that
+    depends on the number of rows, so there they are whole numbers of `UNITS`, whose sums are the same in any order."""
+    xp = array_namespace(scores)
+    mass = xp.exp(scores)
+    return xp.astype(mass * UNITS, xp.int64) if is_torch_array(scores) else mass
 
 
 def largest(rows: Array, k: int) -> Array:
