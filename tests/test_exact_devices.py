@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,10 +43,66 @@ def halves() -> list[tuple[bool, bool]]:
 def restored() -> Iterator[None]:
     """Puts torch's settings back, whatever a test does."""
     products = torch.backends.cuda.matmul
-    before, tf32 = halves(), products.allow_tf32
+    before = halves()
     yield
     products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = before
-    products.allow_tf32 = tf32
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    products.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+def precisions() -> list[str]:
+    """Of products of float32, in all ways to set it; "" where torch does not tell."""
+
+    def told(read: Callable[[], object]) -> str:
+        try:
+            return str(read())
+        except RuntimeError:
+            return ""
+
+    backends = torch.backends
+    ways = [torch.get_float32_matmul_precision, lambda: backends.cuda.matmul.allow_tf32]
+    return [told(way) for way in ways] + [each.fp32_precision for each in (backends, backends.cuda.matmul)]
+
+
+def set_all() -> None:
+    torch.backends.fp32_precision = "tf32"
+
+
+def set_products() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+def set_legacy() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: None,
+        set_all,
+        set_products,
+        set_legacy,
+        partial(torch.set_float32_matmul_precision, "high"),
+        partial(torch.set_float32_matmul_precision, "medium"),
+    ],
+)
+def test_the_precision_of_float32_may_be_set_in_any_way(change: Callable[[], None], restored: None) -> None:
+    change()
+    before = precisions()
+    with in_one_order(CUDA, Settings(Library())):
+        assert precisions()[1::2] == ["False", "ieee"]
+    assert precisions() == before
+
+
+def test_a_torch_without_a_setting_of_split_k_is_refused(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(self: Settings, kind: str) -> tuple[bool, bool]:
+        raise AttributeError("Unknown attribute allow_bf16_reduced_precision_reduction_split_k")
+
+    monkeypatch.setattr(Settings, "_get", missing)
+    with pytest.raises(Refused, match="newer torch, or leave out exact"), in_one_order(CUDA, Settings(Library())):
+        pass
 
 
 def test_products_are_summed_in_one_order_within_the_block(restored: None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,35 @@ from leapahead.core.forks import Mutex
 
 NEITHER = (False, False)  # reduced precision, split-K
 HALF = ("bf16", "fp16")
+
+
+class Precision(NamedTuple):
+    """How products of float32 are computed, which torch lets be set in two ways.
+
+    Attributes:
+        legacy: of `torch.set_float32_matmul_precision` and `allow_tf32`; None where the other way was used, after which
+            torch refuses to tell it.
+        of_products: `fp32_precision`; None where torch has it not yet.
+    """
+
+    legacy: str | None
+    of_products: str | None
+
+    @classmethod
+    def now(cls) -> Precision:
+        try:
+            legacy = torch.get_float32_matmul_precision()
+        except RuntimeError:
+            legacy = None
+        return cls(legacy, getattr(torch.backends.cuda.matmul, "fp32_precision", None))
+
+    def restore(self) -> None:
+        if self.legacy == "high":
+            torch.backends.cuda.matmul.allow_tf32 = True
+        elif self.legacy == "medium":
+            torch.set_float32_matmul_precision(self.legacy)
+        if self.of_products is not None:
+            torch.backends.cuda.matmul.fp32_precision = self.of_products
 
 
 class Settings:
@@ -44,21 +73,26 @@ class Settings:
         with self._lock:
             self._users -= 1
             if not self._users:
-                library, tf32, *halves = self._before
+                library, precision, *halves = self._before
                 self._library(library)
-                torch.backends.cuda.matmul.allow_tf32 = tf32
+                precision.restore()
                 for kind, value in zip(HALF, halves, strict=True):
                     self._set(kind, value)
 
     def _change(self) -> tuple[Any, ...]:
         """Returns what was set before."""
-        products = torch.backends.cuda.matmul
-        before = (self._library(), products.allow_tf32, *(self._get(kind) for kind in HALF))
+        try:
+            before = (self._library(), Precision.now(), *(self._get(kind) for kind in HALF))
+        except AttributeError as error:
+            raise Refused(
+                f"exact mode on CUDA needs a torch that can be told not to divide sums, and {torch.__version__} has no "
+                f"setting for it ({error}); use a newer torch, or leave out exact"
+            ) from error
         try:
             self._library("cublaslt")
         except RuntimeError as error:
             raise Refused(f"exact mode on CUDA needs a torch with cuBLASLt ({error}); leave out exact") from error
-        products.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
         for kind in HALF:
             self._set(kind, NEITHER)
         return before
