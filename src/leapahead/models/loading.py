@@ -194,10 +194,10 @@ def check_loaded(model: Any, dtype: str, device: str) -> None:
     if model is None or isinstance(model, (str, Path)):
         return
     own = next(model.parameters(), None) if _is_module(model) else None
-    types, places = ("auto",), ("auto",)
+    types, places = ["auto"], ["auto"]
     if own is not None:
-        types += (str(getattr(model, "dtype", own.dtype)).removeprefix("torch."),)
-        places += (own.device.type, str(own.device))
+        types.append(str(getattr(model, "dtype", own.dtype)).removeprefix("torch."))
+        places += [own.device.type, str(own.device)]
     for name, value, possible in (("dtype", dtype, types), ("device", device, places)):
         if value not in possible:
             has = f", which has {possible[-1]}" if own is not None else ""
