@@ -745,6 +745,16 @@ def test_impossible_values_are_refused_before_the_model_is_loaded(
     assert line.startswith(f"error: {sentence}")
 
 
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="needs /dev/fd")
+def test_a_pipe_is_written_to_by_the_name_of_its_descriptor() -> None:
+    """Such a name is a link, which leads to no path: /dev/stdout, where that is a pipe."""
+    read, written = os.pipe()
+    screen.write_file(Path(f"/dev/fd/{written}"), "page")
+    os.close(written)
+    with open(read, "rb") as pipe:
+        assert pipe.read() == b"page"
+
+
 def test_a_draft_model_is_loaded_once_and_with_the_same_trust(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trusted, load = [], loading.load
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from leapahead.models import loading  # noqa: E402
 from leapahead.training import decoding, draft_model  # noqa: E402
 from leapahead.training.batches import Order  # noqa: E402
 from leapahead.training.draft_model import DraftRecipe  # noqa: E402
-from leapahead.training.loop import Training  # noqa: E402
+from leapahead.training.loop import Training, Watch  # noqa: E402
 from leapahead.training.settings import DIVERGENCES, DraftSettings  # noqa: E402
 from leapahead.training.student import Student  # noqa: E402
 from leapahead.training.texts import Text  # noqa: E402
@@ -89,6 +90,15 @@ def test_every_divergence_brings_the_draft_model_nearer(
     assert points[-1][1] < 0.9 * points[0][1]
     assert points[-1][3] > points[0][3] + 0.03  # 1 - total variation distance
     assert all(torch.equal(one, other) for one, other in zip(before, target.model.parameters(), strict=True))
+
+
+def test_a_checkpoint_tells_what_agrees_by_its_name(target: Any, texts: list[Text], tmp_path: Path) -> None:
+    lines: list[str] = []
+    _, training = made(target, texts, settings_of(steps=1), tmp_path / "checkpoint")
+    training.held_out = training.batches(texts[:2])
+    training.run(Watch(silent, lines.append))
+    (line,) = lines
+    assert re.search(r"loss [\d.]+, likeliest token is the text's [\d.]+, 1 - total variation distance [\d.]+$", line)
 
 
 def test_a_smaller_vocabulary_is_compared_as_far_as_it_goes(target: Any, texts: list[Text]) -> None:

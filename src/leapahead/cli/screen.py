@@ -315,11 +315,11 @@ def write_file(path: Path, content: str | bytes) -> None:
         LeapaheadError: it cannot be written.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
-    place = path.resolve()
     try:
-        if place.exists() and not place.is_file():  # a device or a pipe
-            place.write_bytes(data)
+        if path.exists() and not path.is_file():  # a device or a pipe, which resolve may not find: /dev/stdout
+            path.write_bytes(data)
             return
+        place = path.resolve()
         part = place.with_name(f".{place.name}.{os.getpid()}.part")
         try:
             part.write_bytes(data)

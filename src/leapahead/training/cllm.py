@@ -101,7 +101,7 @@ class CllmRecipe:
         module: the copy, in float32.
     """
 
-    AGREEMENT = ("likeliest token is the text's", "the same after wrong guesses")
+    AGREEMENT: tuple[str, ...] = ("likeliest token is the text's", "the same after wrong guesses")
 
     def __init__(
         self,

@@ -41,9 +41,11 @@ class Trainable(Protocol):
     """What the loop trains: the recipe of a head, or of a whole model.
 
     Attributes:
+        AGREEMENT: what `Found.agreement` holds; empty for how often the likeliest token was the text's at each depth.
         module: the network, in float32.
     """
 
+    AGREEMENT: tuple[str, ...]
     module: Any
 
     @property
@@ -235,8 +237,9 @@ class Training:
             self.recipe.module.train()
             self._check_finite(found.loss.item(), f"the loss of the held-out texts after step {state.step}")
             state.held_out.append([state.step, found.loss.item(), *found.agreement.tolist()])
-            right = " ".join(f"{each:.2f}" for each in state.held_out[-1][2:])
-            line += f"; held-out texts: loss {state.held_out[-1][1]:.3f}, right at each depth {right}"
+            right, names = [f"{each:.2f}" for each in state.held_out[-1][2:]], self.recipe.AGREEMENT
+            told = map(" ".join, zip(names, right, strict=True)) if names else ["right at each depth", *right]
+            line += f"; held-out texts: loss {state.held_out[-1][1]:.3f}, {(', ' if names else ' ').join(told)}"
         tensors = {name: each.detach() for name, each in self.parameters.items()}
         tensors |= {OPTIMIZER + name: each for name, each in self.optimizer.tensors().items()}
         part = self.checkpoint.with_suffix(".part")

@@ -86,6 +86,8 @@ class ProbeRecipe:
         depths: probes of a group.
     """
 
+    AGREEMENT: tuple[str, ...] = ()
+
     def __init__(self, model: Any, executor: MaskedExecutor, settings: ProbeSettings) -> None:
         self.model, self.settings, self.forward = model, settings, TreeForward(model, executor)
         self.device: torch.device = executor.device

@@ -66,6 +66,8 @@ class Recipe(ABC):
         depths: that one row is trained to predict.
     """
 
+    AGREEMENT: tuple[str, ...] = ()
+
     def __init__(
         self, target: TrainingTarget, config: HeadConfig, settings: Settings, vocabulary: Tensor | None
     ) -> None:
