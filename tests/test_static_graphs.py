@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import torch
@@ -107,6 +109,7 @@ def test_a_capture_that_fails_is_said_once_and_called() -> None:
     graphs = tolerant(cuda)
     with pytest.warns(RuntimeWarning, match=r"\(a\) could not be captured and runs without a graph: operation not"):
         graphs.run("a", forward)
+    assert (graphs.is_new("a"), graphs.is_new("b")) == (False, True)
     before = forward.calls
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -189,3 +192,23 @@ def test_the_inputs_are_not_written_again_before_their_copy_is_made(monkeypatch:
     for _ in range(2):
         buffers.write(shape, [Draft(TokenTree.root(3), 5, 0)])
     assert log == ["wait", buffers.device.device] * 2
+
+
+def test_two_threads_capture_one_after_the_other() -> None:
+    """A target and a draft model have streams of their own, and each waits for the whole device before it captures."""
+    cuda, first, inside = FakeCuda(), Event(), Event()
+    backends = recorded(cuda), recorded(cuda)
+
+    def slow() -> None:
+        first.set()
+        inside.wait(0.2)
+
+    def fast() -> None:
+        inside.set()
+
+    with ThreadPoolExecutor(2) as threads:
+        one = threads.submit(backends[0].record, slow)
+        first.wait(10)
+        threads.submit(backends[1].record, fast).result()
+        one.result()
+    assert cuda.log == ["side waits for main", "main waits for side", "synchronize", "empty_cache", "capture"] * 2

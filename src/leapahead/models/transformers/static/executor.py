@@ -187,7 +187,7 @@ class StaticExecutor(MaskedExecutor):
             # All recordings share memory, and the smaller ones find room in that of the largest.
             self._recorded(rows, trees, computed, largest, layers)
             placed, shape = self._placed(rows, computed, n, layers)
-        self.prepares |= shape not in self.graphs
+        self.prepares |= self.graphs.is_new(shape)
         # Recording may run a forward several times; moves must be made once.
         self._write(shape, rows, trees, computed, placed, moves=shape in self.graphs)
         with self.cache.moving(rows):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from leapahead.core.errors import first_line
+from leapahead.core.forks import Mutex
 
 Forward = Callable[[], None]  # reads and writes static memory only; to run it twice is to run it once
 
@@ -79,6 +80,11 @@ class Calls:
         """There is nothing to share."""
 
 
+# Of a process, one capture at a time: what waits for the whole device, as the beginning of another capture does, is an
+# error while a stream of it is captured, in both threads.
+_capturing = Mutex()
+
+
 class CudaGraph:
     """A captured forward."""
 
@@ -106,7 +112,7 @@ class CudaGraphs:
 
     def record(self, forward: Forward) -> Recording:
         cuda, stream = self._cuda, self._stream
-        with cuda.device(self._device):
+        with _capturing, cuda.device(self._device):
             # On the stream of the capture, since a library's workspace belongs to one stream.
             stream.wait_stream(cuda.current_stream())
             with cuda.stream(stream):
@@ -147,6 +153,10 @@ class Graphs:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._kept
+
+    def is_new(self, key: Hashable) -> bool:
+        """Whether the next forward of this key is recorded, or tried to be."""
+        return not (key in self._kept or key in self._unfit)
 
     def __len__(self) -> int:
         return len(self._kept)
