@@ -20,6 +20,7 @@ from leapahead import LLM, BadParameter, LeapaheadError, Refused, drafters
 from leapahead.bench import cell, figures, peers, record, report, tasks
 from leapahead.bench import run as runner
 from leapahead.bench.contender import Configuration, Contender, Ours, Pass, Setting, Text, aligned
+from leapahead.bench.peak_memory import Peak
 from leapahead.bench.plan import Model, Plan
 from leapahead.cli import main, screen
 from leapahead.cli.bench import configurations
@@ -974,3 +975,16 @@ def test_a_record_that_cannot_be_rescued_says_so(tmp_path: Path, monkeypatch: py
     with pytest.raises(LeapaheadError, match="the last cell is in the printed table only"):
         kept.add([{"task": "a", "target": "t", "temperature": 0.0, "batch": 1, "drafter": "plain"}])
     assert kept.rows
+
+
+def test_the_memory_of_all_gpus_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever the model is on; a GPU that torch does not use has no figure."""
+    cuda = pytest.importorskip("torch").cuda
+    assert Peak().gpu_mib() is None
+    found, reset = {0: 0, 1: 3 << 20}, list[int]()
+    monkeypatch.setattr(cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda, "reset_peak_memory_stats", reset.append)
+    monkeypatch.setattr(cuda, "max_memory_allocated", found.__getitem__)
+    assert Peak().gpu_mib() == 3.0
+    assert reset == [0, 1]

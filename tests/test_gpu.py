@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from leapahead.models.transformers import packed
 from leapahead.models.transformers.pretrained import load_files
 from leapahead.models.transformers.static.compiled import LEAST_USES, Compiler
 from research.cli import main as research
-from research.gpu import attention, peers, plots, report, vllm_worker
+from research.gpu import attention, peers, plots, report, timing, vllm_worker
 from research.gpu.cells import Cell, cells, compiled
 from research.gpu.lab import KINDS, TINY, Lab, Settings
 from research.gpu.simulated import Times
@@ -294,6 +295,21 @@ def test_work_is_timed_without_its_launches() -> None:
     assert seconds == pytest.approx(0.1)
     assert total.item() == WARM_UPS + 5 + 5 * (3 + WARM_UPS)
     assert cuda.captured == 1
+
+
+def test_work_is_timed_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def entering(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.pop()
+
+    second = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device", entering)
+    monkeypatch.setattr(timing, "captured_seconds", lambda *_: float(entered == [second]))
+    assert timing.median_seconds(lambda: None, second) == 1.0
 
 
 def test_a_wrong_attention_is_not_timed(few_shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:

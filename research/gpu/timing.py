@@ -43,7 +43,8 @@ def median_seconds(
             on the host then. Otherwise launches count.
     """
     if device.type == "cuda" and captured:
-        return captured_seconds(work, device, rounds, repeats)
+        with torch.cuda.device(device):  # on whose stream events are recorded
+            return captured_seconds(work, device, rounds, repeats)
     found = []
     for turn in range(rounds + WARM_UPS):
         began = perf_counter()

@@ -1,4 +1,4 @@
-"""Peak memory of this process, and of the GPU that torch uses, since a given moment."""
+"""Peak memory of this process, and of the GPUs that torch uses, since a given moment."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Peak:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
         torch = sys.modules.get("torch")  # never imported for this
-        self._cuda = torch.cuda if torch is not None and torch.cuda.is_available() else None
-        if self._cuda is not None:
-            self._cuda.reset_peak_memory_stats()
+        self._cuda = torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+        self._gpus = range(self._cuda.device_count()) if self._cuda is not None else range(0)
+        for gpu in self._gpus:
+            self._cuda.reset_peak_memory_stats(gpu)
 
     def mib(self) -> float | None:
         """MiB of this process, weights included; None where the system does not report it."""
@@ -34,8 +35,10 @@ class Peak:
         return round(kib * 1024 / MIB, 1) if kib is not None else _since_the_beginning()
 
     def gpu_mib(self) -> float | None:
-        """MiB that torch has allocated on its GPU; None without one."""
-        return round(self._cuda.max_memory_allocated() / MIB, 1) if self._cuda is not None else None
+        """MiB that torch has allocated on its GPUs together; None where it uses none."""
+        if self._cuda is None:
+            return None
+        return round(sum(map(self._cuda.max_memory_allocated, self._gpus)) / MIB, 1)
 
 
 def _since_the_beginning() -> float | None:
