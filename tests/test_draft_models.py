@@ -66,6 +66,21 @@ def test_a_name_is_loaded_once_for_all_drafters_of_an_engine_and_released_with_i
     assert released() is None
 
 
+def test_a_named_draft_model_is_loaded_as_the_target_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "trust_remote_code": True}
+    target, seen = loading.load(**given).target, dict[str, Any]()
+
+    def load(name: str, **options: Any) -> Any:
+        seen[name] = options
+        return draft_models.DraftModel.of(Loaded(ToyTarget(), None, ()))
+
+    monkeypatch.setattr(draft_models, "load", load)
+    models = draft_models.DraftModels()
+    for name, beside in (("x", target), ("y", ToyTarget())):
+        models.get(name, beside)
+    assert seen == {"x": {"engine": "auto", **given}, "y": {}}
+
+
 def test_another_tokenizer_is_refused_by_the_first_difference(tokenizer: Any) -> None:
     bundled = draft_models.load("bundled")
     assert bundled.tokenizer is not None

@@ -22,7 +22,7 @@ from leapahead.core.parameters import whole
 from leapahead.core.text import Tokenizer, difference
 from leapahead.drafters.draft_runner import LEAST_WINDOW, LONGEST_CHAIN, SINKS
 from leapahead.drafters.sources.draft import MASKED, DraftSource, ParallelDraftSource
-from leapahead.models import loading
+from leapahead.models import loading, origin
 from leapahead.models.base import CHAIN, TOP_K, SharesCache, Target, TargetInfo
 from leapahead.models.loading import Loaded
 from leapahead.models.memory import free_host_bytes
@@ -148,8 +148,9 @@ class DraftModels:
         """The draft model that is meant.
 
         Args:
-            draft: loaded, a name, or "self:..." for one that is made of the target.
-            target: that it is made of.
+            draft: loaded, a name, or "self:..." for one that is made of the target. A named one is loaded with the
+                options with which the target was.
+            target: for which it drafts.
 
         Raises:
             LeapaheadError: it cannot be loaded or made, or it cannot draft.
@@ -157,7 +158,7 @@ class DraftModels:
         if isinstance(draft, DraftModel):
             return draft
         if draft not in self._kept:
-            self._kept[draft] = made_of(target, draft) if draft.startswith(SELF) else load(draft)
+            self._kept[draft] = made_of(target, draft) if draft.startswith(SELF) else load(draft, **origin.of(target))
         return self._kept[draft]
 
     def retrieving(self, target: Target | None, budget: int, chunk: int, refresh: int) -> DraftModel:

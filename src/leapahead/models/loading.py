@@ -17,6 +17,7 @@ from leapahead.core import openmp
 from leapahead.core.errors import BadParameter, Refused, check_folder, needing
 from leapahead.core.parameters import flag, is_whole
 from leapahead.core.text import Tokenizer
+from leapahead.models import origin
 from leapahead.models.base import HoldsProcesses, Target
 from leapahead.models.llama_cpp.file import check_file
 from leapahead.models.llama_cpp.options import LlamaCppOptions
@@ -97,6 +98,7 @@ def load(
     if isinstance(model, str) and model == BUNDLED:
         model = None
     kind, found, ends = engine_of(model, engine), None, tuple[int, ...]()
+    place = {"engine": engine, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code, **options}
     _refuse_options(kind, model, options, cache_tokens)
     if kind == "llama.cpp":
         target, gguf_tokenizer = _gguf(model, dtype, device, exact, sequences, branching, options)
@@ -128,6 +130,8 @@ def load(
             raise BadParameter(f"device={device!r} is not possible with devices={names!r}; leave out one of them")
         else:
             target, found = _launch(names, load_on, {"model": name, **given})
+    if kind in ENGINES:
+        origin.remember(target, **place)
     if isinstance(tokenizer, str):
         found = load_tokenizer(tokenizer, trust_remote_code)
     elif tokenizer is not None and not callable(getattr(tokenizer, "encode", None)):
