@@ -341,6 +341,20 @@ def test_a_client_that_never_reads_is_cancelled() -> None:
 
 
 @pytest.mark.slow
+def test_a_client_that_never_reads_does_not_disturb_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 900, "stream": True, "ignore_eos": True})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    with socket.socket() as client, serving(toy_llm(), {"shutdown_seconds": 0.1}) as running:
+        running.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(("127.0.0.1", httpx.URL(running.url).port))
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        time.sleep(0.5)
+        assert running.worker.pending == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_gets_its_whole_text() -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 900, "stream": True, "ignore_eos": True})
     head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nConnection: close\r\n"

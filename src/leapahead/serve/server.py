@@ -173,7 +173,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=LAST_SECONDS,
+                timeout_graceful_shutdown=LAST_SECONDS + 1,
             )
         )
         self._worker, self._limits = worker, limits
@@ -200,6 +200,15 @@ class Server(uvicorn.Server):
             if not self._worker.pending:
                 return True
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's. Clients that do not read are dropped before it cancels their requests, with tracebacks."""
+        asyncio.get_running_loop().call_later(LAST_SECONDS, self._drop)
+        await super().shutdown(sockets)
+
+    def _drop(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def bound(host: str, port: int) -> socket.socket:
