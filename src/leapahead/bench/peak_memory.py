@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 MIB = 1 << 20
 
@@ -19,9 +20,9 @@ class Peak:
     def __init__(self) -> None:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
-        torch = sys.modules.get("torch")  # never imported for this
-        self._cuda = torch.cuda if torch is not None and torch.cuda.is_initialized() else None
-        self._gpus = range(self._cuda.device_count()) if self._cuda is not None else range(0)
+        self._cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # never imported for this
+        is_used = self._cuda is not None and self._cuda.is_initialized()
+        self._gpus = range(self._cuda.device_count() if is_used else 0)
         for gpu in self._gpus:
             self._cuda.reset_peak_memory_stats(gpu)
 
@@ -36,9 +37,9 @@ class Peak:
 
     def gpu_mib(self) -> float | None:
         """MiB that torch has allocated on its GPUs together; None where it uses none."""
-        if self._cuda is None:
+        if not self._gpus:
             return None
-        return round(sum(map(self._cuda.max_memory_allocated, self._gpus)) / MIB, 1)
+        return round(sum(int(self._cuda.max_memory_allocated(gpu)) for gpu in self._gpus) / MIB, 1)
 
 
 def _since_the_beginning() -> float | None:
