@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 MIB = 1 << 20
 
@@ -20,11 +19,12 @@ class Peak:
     def __init__(self) -> None:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
-        self._cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)  # never imported for this
-        is_used = self._cuda is not None and self._cuda.is_initialized()
-        self._gpus = range(self._cuda.device_count() if is_used else 0)
-        for gpu in self._gpus:
-            self._cuda.reset_peak_memory_stats(gpu)
+        self._gpus = range(0)
+        torch = sys.modules.get("torch")  # never imported for this
+        if torch is not None and torch.cuda.is_initialized():
+            self._gpus = range(torch.cuda.device_count())
+            for gpu in self._gpus:
+                torch.cuda.reset_peak_memory_stats(gpu)
 
     def mib(self) -> float | None:
         """MiB of this process, weights included; None where the system does not report it."""
@@ -39,7 +39,9 @@ class Peak:
         """MiB that torch has allocated on its GPUs together; None where it uses none."""
         if not self._gpus:
             return None
-        return round(sum(int(self._cuda.max_memory_allocated(gpu)) for gpu in self._gpus) / MIB, 1)
+        cuda = sys.modules["torch"].cuda
+        most: int = sum(map(cuda.max_memory_allocated, self._gpus))
+        return round(most / MIB, 1)
 
 
 def _since_the_beginning() -> float | None:
