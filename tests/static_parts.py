@@ -89,7 +89,7 @@ class FakeCuda:
         self.alive: list[Graph] = []
         self.captured, self.log, self.pools = 0, list[str](), 0
         self.fails: Exception | None = None
-        self.streams = [Stream(self, "main")]
+        self._current = Stream(self, "main")
 
     def Stream(self, device: Any) -> Stream:
         return Stream(self, "side")
@@ -98,15 +98,19 @@ class FakeCuda:
         return Graph(self)
 
     def current_stream(self) -> Stream:
-        return self.streams[-1]
+        return self._current
+
+    def set_stream(self, stream: Stream) -> None:
+        self._current = stream
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        self.streams.append(stream)
+        before = self._current
+        self.set_stream(stream)
         try:
             yield
         finally:
-            self.streams.pop()
+            self.set_stream(before)
 
     def device(self, device: Any) -> Any:
         return nullcontext()

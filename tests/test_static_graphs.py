@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from threading import Event
 
 import pytest
 import torch
-from static_parts import FakeCuda, recorded
+from static_parts import FakeCuda, Stream, recorded
 
 from leapahead.core.tree import TokenTree
 from leapahead.models.transformers.static.buffers import BYTES, Buffers, Draft
@@ -120,6 +122,22 @@ def test_a_capture_that_fails_is_said_once_and_called() -> None:
     cuda.fails = None
     graphs.run("a", forward)
     assert "a" in graphs
+
+
+def test_a_capture_that_fails_at_its_end_leaves_the_current_stream() -> None:
+    """`torch.cuda.graph` does not, when the error of an operation is raised again at the end of the capture."""
+
+    class Failing(FakeCuda):
+        @contextmanager
+        def graph(self, graph: object, *, pool: int, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+            self.set_stream(stream)
+            yield
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    cuda, forward = Failing(), Counter()
+    with pytest.warns(RuntimeWarning, match="runs without a graph: operation failed"):
+        tolerant(cuda).run("a", forward)
+    assert cuda.current_stream().name == "main"
 
 
 def test_without_memory_for_a_capture_the_others_are_released() -> None:

@@ -123,8 +123,12 @@ class CudaGraphs:
             cuda.empty_cache()  # what is free in torch is free on the device, and is measured as such
             free = cuda.mem_get_info(self._device)[0]
             graph = cuda.CUDAGraph()
-            # Other threads may allocate meanwhile, which the usual mode forbids.
-            with cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            # Other threads may allocate meanwhile, which the usual mode forbids. After a capture that has failed, the
+            # stream would stay the current one.
+            with (
+                cuda.stream(stream),
+                cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
                 forward()
             return CudaGraph(graph, max(0, free - cuda.mem_get_info(self._device)[0]))
 
