@@ -374,6 +374,38 @@ def test_text_comes_token_by_token_from_bytes_and_after_spaces() -> None:
         assert_whole(tokenizer, tokens)
 
 
+@pytest.mark.parametrize("last", ["▁hello", "b", "日"])
+def test_a_text_keeps_the_space_that_divides_it_from_its_prompt(last: str) -> None:
+    tokenizer, rng = byte_fallback(), random.Random(0)
+    for _ in range(50):
+        tokens = [[rng.randrange(258, 263) for _ in range(rng.randrange(1, 20))] for _ in "pt"]
+        prompt = [*tokens[0], tokenizer.convert_tokens_to_ids(last)]
+        detokenizer = Detokenizer(tokenizer, before=prompt)
+        text = "".join(map(detokenizer.add, tokens[1])) + detokenizer.flush()
+        assert tokenizer.decode(prompt) + text == tokenizer.decode(prompt + tokens[1])
+
+
+@pytest.mark.parametrize("before", [[1], [1, 5000], [1, 2 + 0xE6]])  # nothing that is text, half a character
+def test_a_text_that_follows_no_text_stands_for_itself(before: list[int]) -> None:
+    tokenizer = byte_fallback()
+    detokenizer = Detokenizer(tokenizer, before=before)
+    tokens = tokenizer.convert_tokens_to_ids(["▁hello", "▁a"])
+    assert "".join(map(detokenizer.add, tokens)) + detokenizer.flush() == "hello a"
+
+
+def test_a_text_begins_with_its_space_in_results_streams_and_stop_strings() -> None:
+    class Stripping(SyllableTokenizer):
+        """Leaves out the space with which a text begins, as SentencePiece does."""
+
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens).removeprefix(" ")
+
+    llm = LLM(ToyTarget(), tokenizer=Stripping(), nodes=8)
+    options: dict[str, Any] = {"max_new_tokens": 3, "logit_bias": {2: 99.0}}
+    assert llm.generate("ab", **options).text == "".join(piece.text for piece in llm.stream("ab", **options)) == "   "
+    assert llm.generate("ab", stop=" ", **options).tokens == [2]
+
+
 def test_a_token_costs_the_same_in_a_long_text(tokenizer: Any) -> None:
     longest = 0
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import openai
 import pytest
 
-from leapahead import LLM
-from leapahead.serve.logprobs import places
+from leapahead import LLM, TokenLogprobs
+from leapahead.serve.logprobs import Places, places
 from leapahead.serve.replies import CompletionChoice, CompletionReply
 from leapahead.serve.streaming import TextEvent
-from tests.serving import Running, serving
+from tests.serving import Letters, Running, serving
 
 PROMPT = "def add(a, b):\n"
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]
@@ -314,6 +314,18 @@ def test_places_in_a_text_that_is_not_that_of_the_tokens(llm: LLM) -> None:
     found = places(llm.tokenizer, lambda token: llm.tokenizer.decode([token]), tokens, text)
     assert (found[:2], found[-1]) == ([0, 0], len(text) - 1)
     assert found == sorted(found)
+
+
+def test_places_behind_a_prompt_without_the_space_that_divides_them() -> None:
+    class Stripping(Letters):
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens).removeprefix(" ")
+
+    tokenizer = Stripping()
+    echo, *tokens = (tokenizer.encode(text)[0] for text in "a b")
+    place = Places(tokenizer, lambda token: tokenizer.decode([token]), 1, [echo])
+    found = place.take([TokenLogprobs(token, 0.0, ()) for token in tokens], " b", is_last=True)
+    assert [at for _, at in found] == [1, 2]
 
 
 def test_the_bytes_of_tokens(client: openai.OpenAI, llm: LLM) -> None:

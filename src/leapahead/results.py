@@ -15,8 +15,8 @@ class Result:
     """One finished text.
 
     Attributes:
-        text: the new text. It ends before a stop string (behind it with `include_stop`), and special tokens are left
-            out. "" without a tokenizer.
+        text: the new text, with the space that divides it from the prompt, if there is one. It ends before a stop
+            string (behind it with `include_stop`), and special tokens are left out. "" without a tokenizer.
         tokens: the new token ids, up to and including the one that ended the text.
         prompt_tokens: the token ids of the prompt.
         drafted: for each of `tokens`, whether a drafter had proposed it.
@@ -67,15 +67,21 @@ class Writer:
     """Turns the outputs of one request into pieces, and at last into the result."""
 
     def __init__(self, tokenizer: Tokenizer | None, stop_strings: tuple[str, ...], include_stop: bool) -> None:
-        self._stream = TextStream(tokenizer, stop_strings, include_stop)
+        self._given = tokenizer, stop_strings, include_stop
+        self._started: TextStream | None = None
         self._texts: list[str] = []
+
+    def _stream(self, handle: Handle) -> TextStream:
+        self._started = self._started or TextStream(*self._given, handle.request.before)
+        return self._started
 
     def piece(self, handle: Handle, output: Output) -> Piece:
         """The piece of one output."""
+        stream = self._stream(handle)
         for index, token in enumerate(output.tokens):
-            self._stream.add(token, index < output.accepted)
+            stream.add(token, index < output.accepted)
         last = output.finish_reason is not None
-        spans = self._stream.finish(output.stop_reason) if last else self._stream.take()
+        spans = stream.finish(output.stop_reason) if last else stream.take()
         text = "".join(part for part, _ in spans)
         self._texts.append(text)
         result = self._result(handle) if last else None
@@ -85,9 +91,10 @@ class Writer:
 
     def result(self, handle: Handle) -> Result:
         """The result of a finished request whose outputs were not read one by one."""
+        stream = self._stream(handle)
         for token, drafted in zip(handle.tokens, handle.drafted, strict=True):
-            self._stream.add(token, drafted)
-        self._texts = [text for text, _ in self._stream.finish(handle.stop_reason)]
+            stream.add(token, drafted)
+        self._texts = [text for text, _ in stream.finish(handle.stop_reason)]
         return self._result(handle)
 
     def _result(self, handle: Handle) -> Result:

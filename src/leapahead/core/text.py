@@ -83,17 +83,23 @@ class Detokenizer:
     Args:
         tokenizer: gives the text.
         skip_special_tokens: whether special tokens are left out.
+        before: the tokens that the text follows, of which the last ones are read. Some decoders drop the space at the
+            beginning of what they are given, and the one between a prompt and its text would be lost.
     """
 
     WINDOW = 24  # tokens; reached only where the text stays unfinished, as in random bytes
     KEPT = 12  # tokens left of a window that is cut
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, before: Sequence[int] = ()) -> None:
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._size = len(tokenizer)
         self._window: list[int] = []
         self._complete = 0  # number of the window's first tokens after which its text was last complete
         self._sent = 0  # characters of the window's text that were returned
+        known = [token for token in before[-self.KEPT :] if token < self._size]
+        text = self._decode(known) if known else ""
+        if not text.endswith(REPLACEMENT):  # whose bytes the first token might complete
+            self._window, self._complete, self._sent = known, len(known), len(text)
 
     def add(self, token: int) -> str:
         """The text that the token adds; "" while a character is unfinished."""
@@ -139,12 +145,17 @@ class TextStream:
         tokenizer: None for no text at all.
         stop_strings: the text ends before the one that stopped it.
         include_stop: the text ends after it.
+        before: see `Detokenizer`.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stop_strings: Sequence[str] = (), include_stop: bool = False
+        self,
+        tokenizer: Tokenizer | None,
+        stop_strings: Sequence[str] = (),
+        include_stop: bool = False,
+        before: Sequence[int] = (),
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer) if tokenizer is not None else None
+        self._detokenizer = Detokenizer(tokenizer, before=before) if tokenizer is not None else None
         self._stops = tuple(stop_strings)
         self._include_stop = include_stop
         self._held: list[tuple[str, bool]] = []  # (text, drafted)

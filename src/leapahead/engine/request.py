@@ -102,6 +102,12 @@ class Request:
         return replace(self, sampling=params)
 
     @property
+    def before(self) -> Sequence[int]:
+        """The tokens that the text follows: the prompt, or what the decoder of an encoder-decoder model begins with."""
+        decoder = self.drafter.host.info.decoder
+        return self.tokens if decoder is None else self.begin.text or decoder.start
+
+    @property
     def lossy(self) -> str:
         """The relaxed rule, as it was given; "" where the text is exact."""
         return "" if self.acceptance is None else str(self.acceptance)

@@ -79,8 +79,10 @@ class Completion:
         self._places: list[logprobs.Places] = []
         if self._has_logprobs:
             tokenizer, text_of = self._texts.tokenizer, self._texts.token
-            for echo in self._echoes:
-                self._places += [logprobs.Places(tokenizer, text_of, len(echo)) for _ in range(self._samples)]
+            decoder = service.texts.info.decoder
+            for echo, tokens in zip(self._echoes, prompts, strict=True):
+                start = tokens if decoder is None else decoder.start
+                self._places += [logprobs.Places(tokenizer, text_of, len(echo), start) for _ in range(self._samples)]
             if body.echo:  # here, in a thread, since a long prompt takes a while
                 texts = zip(prompts, self._echoes, strict=True)
                 self._of_echoes = [logprobs.places(tokenizer, text_of, tokens, echo) for tokens, echo in texts]

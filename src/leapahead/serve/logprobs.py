@@ -23,10 +23,13 @@ class Places:
         tokenizer: of the model; None for no text at all.
         text_of: gives the text of a token.
         begin: characters before the first token.
+        before: see `Detokenizer`.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, text_of: TextOf, begin: int = 0) -> None:
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer | None, text_of: TextOf, begin: int = 0, before: Sequence[int] = ()
+    ) -> None:
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, before=before)
         self._text_of, self._end, self._sent = text_of, begin, begin
         self._waiting: list[Placed] = []
 
