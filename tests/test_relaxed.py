@@ -213,6 +213,7 @@ def test_a_draft_model_stops_where_it_is_unsure(unsure: float) -> None:
         ("lossy-top-beta:tau=nan", "at least 0"),
         ("lossy-bild:rollback=-1", "at least 0"),
         (3, "acceptance=3 is not possible"),
+        (["lossy-bild"], r"acceptance=\['lossy-bild'\] is not possible"),
     ],
 )
 def test_what_is_no_rule_is_refused(given: Any, words: str) -> None:

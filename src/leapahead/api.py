@@ -264,8 +264,8 @@ class LLM:
         drafter = self.drafter
         if "drafter" in options or "drafter_options" in options:
             chosen, given = options.get("drafter", self._chosen), drafter_options(options)
-            kind = registry.load(chosen) if isinstance(chosen, str) else chosen
-            given = {name: each for name, each in self._networks.items() if name in registry.options(kind)} | given
+            known = registry.options(registry.kind_of(chosen))
+            given = {name: each for name, each in self._networks.items() if name in known} | given
             drafter = self.engine.drafter(chosen, **given)
         predictions = self.inputs.predictions(options.get("prediction"), len(prompts), drafter)
         samples = whole("n", options.get("n", 1), 1, MOST_SAMPLES)

@@ -112,7 +112,7 @@ def encoded_predictions(given: Any, tokenizer: Tokenizer) -> Any:
 def drafter_options(options: Options) -> dict[str, Any]:
     """The options of a call's own drafter."""
     given = options.get("drafter_options", {})
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise BadParameter(f"drafter_options={given!r} is not possible: it must be a dictionary of names and values")
     return dict(given)
 

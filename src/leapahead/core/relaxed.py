@@ -149,7 +149,7 @@ def rule(given: str | Relaxed) -> Relaxed | None:
     """
     if isinstance(given, Relaxed):
         return given
-    name, _, rest = given.partition(":") if isinstance(given, str) else (given, "", "")
+    name, _, rest = given.partition(":") if isinstance(given, str) else ("", "", "")
     if name == EXACT and not rest:
         return None
     if (kind := RULES.get(name)) is None:
