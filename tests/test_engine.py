@@ -158,6 +158,30 @@ def test_the_default_drafter_is_kept_until_the_end_whatever_options_requests_hav
     assert released[8:] == [0, *range(9, 40)]
 
 
+def test_a_drafter_that_fails_when_it_is_released_keeps_nothing_else_open() -> None:
+    closed: list[str] = []
+
+    class Full(SequenceDrafter):
+        name: ClassVar[str] = "full"
+
+        def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
+            return Proposal(TokenTree.root(sequence.root))
+
+    class Processes(ToyTarget):
+        def close(self) -> None:
+            closed.append("target")
+
+    def fail() -> None:
+        raise OSError("no space left on device")
+
+    llm = LLM(Processes(), drafter=Full)
+    llm.engine.drafter(Full).release = fail  # type: ignore[method-assign]
+    llm.engine.drafter("plain").release = lambda: closed.append("drafter")  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no space left"):
+        llm.close()
+    assert closed == ["drafter", "target"]
+
+
 def test_one_forward_serves_all_running_requests() -> None:
     engine = Engine(ToyTarget())
     handles = [engine.submit(request(engine, index, "plain")) for index in range(4)]

@@ -149,8 +149,10 @@ class LLM:
 
     def close(self) -> None:
         """Cancels what is running and releases the caches. The LLM takes no further prompts."""
-        self.engine.close()
-        loading.close(self.target)
+        try:
+            self.engine.close()
+        finally:
+            loading.close(self.target)
 
     @overload
     def generate(self, prompt: Prompt, *, progress: bool | Told = False, **options: Unpack[Options]) -> Result: ...

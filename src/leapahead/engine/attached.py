@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +45,10 @@ class AttachedDrafters:
             return found
 
     def release(self) -> None:
-        """Tells all drafters that the engine is closed."""
-        for drafter in dict.fromkeys(self._drafters.values()):
-            drafter.release()
+        """Tells all drafters that the engine is closed, also where one of them fails."""
+        with ExitStack() as stack:  # calls what comes last first
+            for drafter in reversed(dict.fromkeys(self._drafters.values())):
+                stack.callback(drafter.release)
 
     def prepare(self, drafter: Drafter) -> None:
         """See `Engine.prepare`."""
