@@ -576,6 +576,19 @@ def test_no_samples_are_no_requests() -> None:
     assert engine.step() == []
 
 
+@pytest.mark.parametrize("samples", [1, 600])
+def test_many_that_wait_are_cancelled_in_one_pass(samples: int) -> None:
+    engine = Engine(ToyTarget(), max_batch=2)
+    given = request(engine, 0)
+    groups = [engine.submit_samples(given, [given.sampling] * samples) for _ in range(600 // samples)]
+    engine.step()
+    passes, retire = [], engine._retire
+    engine._retire = lambda *handle: (passes.append(1), retire(*handle))  # type: ignore[assignment]
+    engine.cancel(*(handle for group in groups for handle in group))
+    assert all(handle.done for group in groups for handle in group)
+    assert len(passes) <= 4
+
+
 def test_a_sample_can_be_cancelled_before_its_prompt_is_read() -> None:
     engine = Engine(Limited(8))
     first, second = engine.submit_samples(request(engine, 0), [GREEDY, SAMPLED])

@@ -224,8 +224,7 @@ class LLM:
                     groups.append(self.engine.submit_samples(request, sampling, one_is_over))
                 self.engine.run([handle for group in groups for handle in group])
             finally:
-                for handle in (handle for group in groups for handle in group):
-                    self.engine.cancel(handle)
+                self.engine.cancel(*(handle for group in groups for handle in group))
         return self._results(groups, options, single)
 
     def _results(self, groups: list[list[Handle]], options: Options, single: bool) -> Any:

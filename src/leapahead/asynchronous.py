@@ -74,8 +74,7 @@ class AsyncLLM:
                 await changed.wait()
                 changed.clear()
         finally:
-            for handle in (handle for group in groups for handle in group):
-                llm.engine.cancel(handle, wait=False)
+            llm.engine.cancel(*(handle for group in groups for handle in group), wait=False)
         return llm._results(groups, options, single)
 
     async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Piece, None]:

@@ -320,8 +320,7 @@ class _Checker:
                     self._begun += 1
                 engine.run([handle])
         finally:
-            for handle in handles:
-                engine.cancel(handle)
+            engine.cancel(*handles)
         return [(handle.tokens, handle.stats) for handle in handles]
 
 

@@ -280,8 +280,7 @@ def _decoded(engine: Engine, requests: Sequence[Request], late: Callable[[], boo
         while not all(handle.done for handle in handles) and not late():
             engine.step()
     finally:
-        for handle in handles:
-            engine.cancel(handle)
+        engine.cancel(*handles)
     for handle in handles:
         if handle.error is not None:
             raise handle.error

@@ -258,8 +258,7 @@ class Ours(Contender):
                     writer.piece(handle, output)
                 detokenise += perf_counter() - now
         finally:
-            for handle in handles:
-                engine.cancel(handle)
+            engine.cancel(*handles)
         seconds = perf_counter() - began
         for handle, text in zip(handles, texts, strict=True):
             if handle.error is not None:

@@ -125,21 +125,21 @@ class Engine:
             self._changed.notify_all()
         return handles
 
-    def cancel(self, handle: Handle, wait: bool = True) -> None:
-        """Ends a request between two steps and releases its cache rows. Harmless if it is over.
+    def cancel(self, *handles: Handle, wait: bool = True) -> None:
+        """Ends requests between two steps and releases their cache rows. Harmless if they are over.
 
         Args:
-            wait: return when it has ended. Without, whichever thread drives the engine next ends it.
+            wait: return when they have ended. Without, whichever thread drives the engine next ends them.
         """
         openmp.release()  # every request ends here, and with it, perhaps, the driving of this thread
         with self._changed:
-            if handle.done:
-                return
-            handle.cancelled = True
+            for handle in (each for each in handles if not each.done):
+                handle.cancelled = True
             self._changed.notify_all()
-        # The step that this is called from, if it is, ends the request when it is over.
-        while wait and not (handle.done or self.is_stepping):
-            self._turn.drive(partial(self._retire, handle))
+        # The step that this is called from, if it is, ends the requests when it is over.
+        for handle in handles if wait else ():  # whichever comes first ends all that wait, in one pass of the queue
+            while not (handle.done or self.is_stepping):
+                self._turn.drive(partial(self._retire, handle))
 
     def close(self) -> None:
         """Cancels every request, takes no further ones, and releases what the target keeps of earlier prompts."""
@@ -148,8 +148,7 @@ class Engine:
             handles = [*self._queue, *(each for some in self._samples.values() for each in some)]
             handles += [running.handle for running in self._active]
             self._changed.notify_all()
-        for handle in handles:
-            self.cancel(handle)
+        self.cancel(*handles)
         if isinstance(self.target, KeepsPrefixes) and not self.is_stepping:
             with self.target.lock:
                 self.target.forget()
@@ -200,8 +199,7 @@ class Engine:
                 if handle.error is not None:
                     raise handle.error
         finally:
-            for handle in handles:
-                self.cancel(handle)
+            self.cancel(*handles)
 
     def run_forever(self) -> None:
         """Drives the engine until it is closed, for a thread of the caller's own."""

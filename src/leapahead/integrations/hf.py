@@ -137,8 +137,7 @@ def generate(
                     stats += [handle.stats for handle in handles]
                 kept.engine.run(handles)
             finally:  # where a row is refused, those before it must not stay in the queue
-                for handle in handles:
-                    kept.engine.cancel(handle)
+                kept.engine.cancel(*handles)
             sequences = batch.finish(kept.target)
         streaming.end(sequences)
     if not generation_config.return_dict_in_generate:

@@ -141,9 +141,7 @@ class Generate:
                 submitted.append(self._submit(row))
             return [self._finished(each) if isinstance(each, Handle) else each for each in submitted]
         finally:
-            for handle in submitted:
-                if isinstance(handle, Handle):
-                    engine.cancel(handle)
+            engine.cancel(*(each for each in submitted if isinstance(each, Handle)))
 
     def _submit(self, row: Row | BadParameter) -> Handle | LeapaheadError:
         try:

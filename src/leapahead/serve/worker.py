@@ -364,8 +364,7 @@ class Worker:
         self._interrupt(batch)
 
     def _interrupt(self, batch: Batch) -> None:
-        for handle in batch.handles:
-            self.llm.llm.engine.cancel(handle, wait=False)
+        self.llm.llm.engine.cancel(*batch.handles, wait=False)
 
     # The end
 

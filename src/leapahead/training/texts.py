@@ -191,8 +191,7 @@ def _decoded(llm: LLM, wish: Wish, wanted: Sequence[list[int]], left: Sequence[i
                 index = running.pop(handle)
                 yield Text(index, wanted[index], handle.tokens, wish.temperature(index))
     finally:
-        for handle in running:
-            engine.cancel(handle)
+        engine.cancel(*running)
 
 
 def _request(llm: LLM, wish: Wish, wanted: Sequence[list[int]], index: int) -> Request:
