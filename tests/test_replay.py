@@ -225,6 +225,21 @@ def test_rejections_in_a_row_do_not_add_up() -> None:
     assert (steps == 1).sum() >= 2
 
 
+def test_rows_that_are_filled_up_reach_no_further_than_their_text() -> None:
+    """Rotary embeddings that scale with the length take it from the greatest position of the whole forward."""
+    target, greatest = target_of("qwen3_next"), list[int]()
+    sessions = [target.open(range(3, 3 + length), GREEDY) for length in (30, 12)]
+    for session in sessions:
+        read_prompt(target, session)
+    rotary = target.model.model.rotary_emb
+    hook = rotary.register_forward_pre_hook(lambda module, given: greatest.append(int(given[1].max())))
+    target.step(sessions, [TokenTree.root(32), TokenTree.chain(14, [5, 6, 7, 8])])
+    hook.remove()
+    for session in sessions:
+        session.close()
+    assert greatest == [29]
+
+
 # ------------------------------------------------------------------------------------------------------------ prefixes
 
 

@@ -168,6 +168,10 @@ class ReplayExecutor(MaskedExecutor):
             n = max(chain.new for chain in some)
             filled, computed = [chain.filled(n) for chain in some], [chain.computed for chain in some]
             batch = self.ready([chain.row for chain in some], filled, computed)
+            if any(chain.new < n for chain in some):
+                # Some rotary embeddings scale all positions by the greatest, which must not be one behind a text's end.
+                last = torch.tensor([some[at].last for at in batch.order], device=self.device)
+                batch.inputs.positions.clamp_(max=last[:, None])
             unread = min(chain.ahead for chain in some)  # rows before the first whose logits are wanted
             given = options or {name: n - unread for name in self.few_logits}
             logits, hidden = self.call(self.model, batch, layers, **given)
@@ -350,6 +354,7 @@ class _Chain:
         size: rows whose logits are wanted.
         ahead: rows before them.
         new: rows.
+        last: the position of the last of them.
     """
 
     def __init__(self, row: Row, tree: TokenTree, first: int) -> None:
@@ -362,6 +367,7 @@ class _Chain:
         self.size = len(tree) - first
         self.ahead = row.replay + first - self.computed
         self.new = self.size + self.ahead
+        self.last = row.length + self.computed + self.new - 1
 
     def filled(self, rows: int) -> TokenTree:
         """All of it as a chain, with so many rows behind the computed ones."""
