@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,8 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from safetensors import SafetensorError  # noqa: E402
+from seq2seq import build  # noqa: E402
 from training_parts import VOCABULARY, model_of, small_model  # noqa: E402
-from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel  # noqa: E402
 
 from leapahead import LLM  # noqa: E402
 from leapahead.core.errors import LeapaheadError  # noqa: E402
@@ -117,6 +118,30 @@ def test_the_loss_is_the_cross_entropy_at_the_rejected_positions() -> None:
             p = np.exp(logits) / np.exp(logits).sum()
             expected.append(-(p * logq).sum())
     assert OnlineTraining(model).loss(examples).item() == pytest.approx(np.mean(expected), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_an_encoder_decoder_draft_model_learns_with_the_input_of_its_encoder(tmp_path: Path) -> None:
+    draft, folder = build("bart", seed=3), tmp_path / "learned"
+    options: dict[str, Any] = {"nodes": 3, "depth": 3, "chain": True, "learn": 2, "learned": folder}
+    with LLM(build("bart"), drafter="draft_model", draft=draft, drafter_cache=False, **options) as llm:
+        learner = cast(Any, llm.engine.drafter("draft_model", **llm._networks, **options)).learner
+        seen: list[Positions] = []
+        learner.buffer.add = seen.append
+        llm.generate([[5, 6, 7, 8], [9, 10]], max_new_tokens=8, temperature=1.0, seed=0, ignore_eos=True)
+        assert sorted(example.source.tolist() for example in seen) == [[5, 6, 7, 8], [9, 10]]
+        expected = []
+        for example in seen:
+            given = {"decoder_input_ids": torch.from_numpy(example.tokens[None].astype(np.int64))}
+            with torch.no_grad():
+                logits = draft(torch.from_numpy(example.source[None].astype(np.int64)), **given).logits[0]
+            for place, following, values in zip(example.places, example.following, example.logits, strict=True):
+                p = torch.from_numpy(values).softmax(-1)
+                expected.append(-(p * logits[place].log_softmax(-1)[following.astype(np.int64)]).sum().item())
+        assert learner.training.loss(seen).item() == pytest.approx(np.mean(expected), rel=1e-5)
+        learner.updates = 1  # so that the model is written
+    saved = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    assert all(torch.equal(*pair) for pair in zip(saved.parameters(), draft.parameters(), strict=True))
 
 
 def test_the_memory_is_bounded() -> None:

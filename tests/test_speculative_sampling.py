@@ -222,6 +222,14 @@ def test_a_seed_gives_the_same_sample_again_and_greedy_the_plain_text() -> None:
         assert_same_text(ToyTarget(), SpeculativeSampling(draft, rule=rule, width=width))
 
 
+def test_nothing_is_drawn_where_the_draft_model_allows_tokens_only_that_the_target_does_not_have() -> None:
+    params = SamplingParams(temperature=1.0, top_k=1, seed=3)
+    draft = ToyTarget(vocab_size=24, seed=6)
+    found = run(ToyTarget(vocab_size=12), SpeculativeSampling(draft), params=params)
+    assert found.tokens == run(ToyTarget(vocab_size=12), "plain", params=params).tokens
+    assert {len(step.tree) == 1 for step in found.steps[:-4]} == {True, False}
+
+
 def test_it_announces_another_text_and_check_refuses_it_when_sampling() -> None:
     assert not SpeculativeSampling.same_text
     assert DraftModelDrafter.same_text

@@ -16,6 +16,7 @@ import os
 import tempfile
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,8 +58,8 @@ class Rejections:
         place = step.position + tree.depth_list[node]
         self._kept.append((place, tokens[row].astype(np.int32), logits[row].astype(np.float32)))
 
-    def example(self, tokens: list[int]) -> Positions | None:
-        """The text so far with its rejected positions; None where there are none."""
+    def example(self, tokens: Sequence[int], source: Sequence[int] = ()) -> Positions | None:
+        """The text so far, and the encoder's input, with its rejected positions; None where there are none."""
         first = max(0, len(tokens) - LONGEST)
         kept = [each for each in self._kept if each[0] >= first]
         if not kept:
@@ -67,7 +68,8 @@ class Rejections:
 
         places, following, logits = zip(*kept, strict=True)
         text = np.array(tokens[first:], dtype=np.int32)
-        return Positions(text, np.array(places, dtype=np.int32) - first, np.stack(following), np.stack(logits))
+        read = np.array(source, dtype=np.int32)
+        return Positions(text, np.array(places, dtype=np.int32) - first, np.stack(following), np.stack(logits), read)
 
 
 class Buffer:
@@ -80,9 +82,10 @@ class Buffer:
     def add(self, example: Positions) -> None:
         """Adds a text."""
         self.examples.append(example)
-        self.tokens += len(example.tokens)
+        self.tokens += len(example.tokens) + len(example.source)
         while self.tokens > CAPACITY:
-            self.tokens -= len(self.examples.popleft().tokens)
+            dropped = self.examples.popleft()
+            self.tokens -= len(dropped.tokens) + len(dropped.source)
 
     def take(self) -> list[Positions]:
         """All texts; the buffer is empty then."""
@@ -127,9 +130,11 @@ class Learner:
     def finish(self, sequence: SequenceView) -> None:
         """A text is complete; after every so many there is an update."""
         rejections = self._running.pop(sequence, None)
-        example = rejections.example(sequence.tokens) if rejections is not None else None
-        if example is not None and example.tokens.max() < self.model.target.info.vocab_size:
-            self.buffer.add(example)
+        example = rejections.example(sequence.tokens, sequence.source) if rejections is not None else None
+        if example is not None:
+            largest = max(example.tokens.max(), example.source.max(initial=0))
+            if largest < self.model.target.info.vocab_size:
+                self.buffer.add(example)
         self._texts += 1
         if self._texts % self.every == 0:
             self.update()
@@ -274,8 +279,8 @@ def _places(model: Any) -> set[int]:
 def _groups(examples: list[Positions]) -> list[list[Positions]]:
     """The texts in groups that have at most `TOGETHER` tokens when filled up to one length; at least one each."""
     groups: list[list[Positions]] = []
-    for example in sorted(examples, key=lambda each: len(each.tokens)):
-        if groups and len(example.tokens) * (len(groups[-1]) + 1) <= TOGETHER:
+    for example in sorted(examples, key=lambda each: each.longest):
+        if groups and example.longest * (len(groups[-1]) + 1) <= TOGETHER:
             groups[-1].append(example)
         else:
             groups.append([example])

@@ -196,7 +196,7 @@ class _Growing:
         for path, row in sorted(zip(paths, q, strict=True), key=lambda each: -self._chance[each[0]]):
             # The number of draws must not depend on what is drawn here: see `leapahead.core.rejection`.
             count = min(self.width, self.room, self.leaves + 1)
-            if path not in wanted or count < 1 or row.max() < self.drafter.unsure:
+            if path not in wanted or count < 1 or not row.any() or row.max() < self.drafter.unsure:
                 continue
             self.room -= count
             self.leaves -= count - 1
@@ -234,8 +234,12 @@ def _judge(draws: Draws, rule: Rule, rng: np.random.Generator, choices: Choices)
 
 
 def _processed(choices: Choices, nodes: Sequence[int], vocab_size: int) -> FloatArray:
-    """q after each node of the draft model's tree, float64 [nodes, vocab_size], from which tokens are drawn."""
+    """q after each node of the draft model's tree, float64 [nodes, vocab_size], from which tokens are drawn.
+
+    Tokens that the target does not have are not drawn. Where the draft model allows no other ones, q is 0.
+    """
     q = choices.probabilities(nodes)
-    if q.shape[1] > vocab_size:  # tokens that the target does not have are not drawn
-        q = q[:, :vocab_size] / q[:, :vocab_size].sum(axis=1, keepdims=True)
+    if q.shape[1] > vocab_size:
+        left = q[:, :vocab_size].sum(axis=1, keepdims=True)
+        q = q[:, :vocab_size] / np.where(left > 0, left, 1.0)
     return np.pad(q, ((0, 0), (0, vocab_size - q.shape[1])))

@@ -116,7 +116,7 @@ class DecoderView(torch.nn.Module):
             use_cache: not read.
         """
         if cache is None:
-            return self._plain(input_ids)
+            return self.from_beginning(input_ids, [self.drawn(row) for row in input_ids.tolist()])
         for row in cache.stepped:
             if row.cross is None:
                 row.cross = self.encode(row.source or self.drawn(row.tokens), row.states)
@@ -181,8 +181,13 @@ class DecoderView(torch.nn.Module):
         rng = np.random.default_rng(int(tokens[0]))
         return [int(token) for token in rng.choice(self.ids, size=2 + int(tokens[0]) % 23)]
 
-    def _plain(self, tokens: Tensor) -> Any:
-        sources = [self.drawn(row) for row in tokens.tolist()]
+    def from_beginning(self, tokens: Tensor, sources: Sequence[list[int]]) -> Any:
+        """The model's own plain forward over whole texts.
+
+        Args:
+            tokens: int64 [batch, n], of the decoder.
+            sources: token ids of the encoder's input, one for each text.
+        """
         longest = max(map(len, sources))
         given = [[*source, *source[:1] * (longest - len(source))] for source in sources]
         mask = [[1] * len(source) + [0] * (longest - len(source)) for source in sources]

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from leapahead.models.base import KeepsPrefixes
+from leapahead.models.transformers.decoder_view import DecoderView
 from leapahead.models.transformers.forward import inputs
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.pretrained import save
 
 USUAL_RATE = 0.05  # of learning, divided by the hidden size
 MOST_GRADIENT = 1.0
+NO_SOURCE = np.zeros(0, dtype=np.int32)
 
 
 class Positions(NamedTuple):
@@ -31,12 +33,19 @@ class Positions(NamedTuple):
         places: int32 [positions], the index of the token after which is predicted.
         following: int32 [positions, k], the tokens that should be likely there.
         logits: float32 [positions, k], theirs.
+        source: int32 [source], the encoder's input, of a text of an encoder-decoder model.
     """
 
     tokens: npt.NDArray[np.int32]
     places: npt.NDArray[np.int32]
     following: npt.NDArray[np.int32]
     logits: npt.NDArray[np.float32]
+    source: npt.NDArray[np.int32] = NO_SOURCE
+
+    @property
+    def longest(self) -> int:
+        """The length of the text or of its source, whichever is longer."""
+        return max(len(self.tokens), len(self.source))
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +97,11 @@ class OnlineTraining:
         for row, text in enumerate(texts):
             tokens[row, : len(text.tokens)] = text.tokens
         device = self._parameters[0].device
-        output = self._module(**inputs(self._module, tokens, 0, device), use_cache=False)
+        if isinstance(self._module, DecoderView):
+            sources = [text.source.tolist() for text in texts]
+            output = self._module.from_beginning(torch.from_numpy(tokens).to(device), sources)
+        else:
+            output = self._module(**inputs(self._module, tokens, 0, device), use_cache=False)
         rows = np.concatenate([np.full(len(text.places), row) for row, text in enumerate(texts)])
         places, following, logits = (
             torch.from_numpy(np.concatenate(each)).to(device)
@@ -113,4 +126,4 @@ class OnlineTraining:
             BadParameter: the folder cannot be written.
         """
         with self.target.lock:
-            save(self._module, tokenizer, folder)
+            save(self._module.model if isinstance(self._module, DecoderView) else self._module, tokenizer, folder)
