@@ -91,6 +91,16 @@ def test_prompt_lookup(prompt: list[int], options: dict[str, Any], draft: list[i
     assert len(drafter.propose(sequence, Budget(depth=1)).tree) <= 2
 
 
+def test_the_figures_of_prompt_lookup_are_of_the_same_steps() -> None:
+    drafter = PromptLookup()
+    found = run(ToyTarget(), drafter, stop=StopParams(max_new_tokens=40))
+    *steps, _ = found.steps  # drafters are not told of the last one
+    hits = [step for step in steps if len(step.tree) > 1]
+    accepted = sum(step.verdict.accepted for step in hits)
+    assert drafter.figures()["accepted_per_hit"] == pytest.approx(accepted / len(hits), abs=1e-4)
+    assert drafter.figures()["hit_rate"] == pytest.approx(len(hits) / len(steps), abs=1e-4)
+
+
 def test_prompt_lookup_is_seed_aware() -> None:
     """When sampling, the logarithm of a continuation's share plus the noise of its position ranks it."""
     prompt, chosen = [1, 7, 1, 8, 1, 8, 1, 9, 1], set()

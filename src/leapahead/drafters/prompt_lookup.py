@@ -42,7 +42,8 @@ class PromptLookup(SequenceDrafter):
         # n-gram -> indices of the tokens after its occurrences
         self._next: dict[tuple[int, ...], deque[int]] = defaultdict(lambda: deque(maxlen=max_matches))
         self._num_indexed = 0  # tokens that have been entered into `_next`
-        self._lookups = self._hits = self._accepted = 0
+        self._lookups = self._hits = self._accepted = 0  # of the steps that were observed
+        self._hit = False
 
     def begin(self, sequence: SequenceView) -> None:
         self._index(sequence.text)
@@ -55,11 +56,11 @@ class PromptLookup(SequenceDrafter):
 
     def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
         tokens = sequence.text
-        self._lookups += 1
+        self._hit = False
         for n in range(min(self.max_ngram, len(tokens)), self.min_ngram - 1, -1):
             matches = self._next.get(tuple(tokens[-n:]))
             if matches:
-                self._hits += 1
+                self._hit = True
                 length = min(self.num_tokens, budget.nodes, budget.depth)
                 draft = sequence.allowed(self._continuation(sequence, list(matches), length))
                 return Proposal(TokenTree.chain(sequence.root, draft))
@@ -91,6 +92,8 @@ class PromptLookup(SequenceDrafter):
         return draft
 
     def observe(self, sequence: SequenceView, step: Step) -> None:
+        self._lookups += 1
+        self._hits += self._hit
         self._accepted += step.verdict.accepted
         self._index(sequence.text)
 
