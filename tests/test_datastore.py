@@ -33,6 +33,7 @@ from leapahead.drafters.sources.datastore import (
     Interval,
     Store,
 )
+from leapahead.models import loading
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import SequenceView
 
@@ -234,6 +235,27 @@ def test_a_damaged_or_foreign_file_is_refused(folder: Path, damage: Any, says: s
     assert str(told.value).startswith(f"{str(path)!r} is not a valid datastore: ")
     assert says in str(told.value)
     assert str(told.value).endswith("build it again with `leapahead datastore build`")
+
+
+def test_the_tokenizer_of_an_openvino_folder_is_trusted_as_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("openvino_model.xml", "tokenizer_config.json"):
+        (model / name).write_text("{}")
+    (tmp_path / "text.txt").write_text("a text")
+    trusted = []
+
+    def load(name: str, trust_remote_code: bool) -> Any:
+        trusted.append(trust_remote_code)
+        raise BadParameter("it was asked for")
+
+    monkeypatch.setattr(loading, "load_tokenizer", load)
+    arguments = ["datastore", "build", str(tmp_path / "text.txt"), "-m", str(model), "-o", str(tmp_path / "store")]
+    for flags in ([], ["--trust-remote-code"]):
+        assert "it was asked for" in CliRunner().invoke(main, [*arguments, *flags]).output
+    assert trusted == [False, True]
 
 
 def test_a_missing_file_is_named(folder: Path) -> None:

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -178,6 +179,17 @@ def test_a_drafter_of_another_package_is_named_loaded_and_decodes() -> None:
     assert_same_text(ToyTarget(), registry.make("theirs", seed=3, nodes=6))
     with pytest.raises(BadParameter, match=r"no option 'nods' \(did you mean 'nodes'\?\)"):
         registry.make("theirs", nods=6)
+
+
+def test_a_drafter_whose_default_is_no_value_of_json_is_listed(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Placed(Empty):
+        name = "placed"
+
+        def __init__(self, folder: Path = Path("here")) -> None: ...
+
+    monkeypatch.setattr(registry, "_third_party", lambda: {"placed": SimpleNamespace(load=lambda: Placed)})
+    *_, last = json.loads(leapahead("drafters", "--json").stdout)
+    assert last["options"][0]["default"] == "here"
 
 
 @pytest.mark.usefixtures("third_parties")

@@ -101,7 +101,7 @@ def _tokenizer(model: str | None, trust_remote_code: bool) -> Tokenizer:
         with needing("OpenVINO", "openvino", "openvino", "openvino_genai"):
             from leapahead.models.openvino import folder
         path = Path(str(model)).expanduser()
-        found = folder.tokenizer(path, partial(loading.load_tokenizer, trust_remote_code=False))
+        found = folder.tokenizer(path, partial(loading.load_tokenizer, trust_remote_code=trust_remote_code))
         if found is None:
             raise BadParameter(f"the folder {model!r} has no tokenizer; export the model again")
         return found

@@ -39,7 +39,7 @@ def drafters(as_json: bool) -> None:
         except BadParameter as error:  # another package's, which is broken
             say(f"warning: {error}")
     if as_json:
-        click.echo(json.dumps(described, indent=2))
+        click.echo(json.dumps(described, indent=2, default=str))  # another package's default may be a path
         return
     console = Console()
     for drafter in described:
