@@ -42,6 +42,15 @@ def test_what_cannot_draft_is_refused_by_name(tmp_path: Path) -> None:
         LLM(NoChains(), drafter="draft_model", draft=ToyTarget())
 
 
+def test_the_name_of_a_folder_may_have_a_comma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "small,fast"
+    folder.mkdir()
+    monkeypatch.setattr(loading, "check_place", lambda name: None)
+    assert draft_models.parsed(folder) == draft_models.parsed(str(folder)) == [str(folder)]
+    assert draft_models.parsed(f"{folder}, bundled") == [f"{tmp_path}/small", "fast", "bundled"]
+    assert draft_models.parsed([folder, "bundled"]) == [str(folder), "bundled"]
+
+
 def test_a_draft_model_that_does_not_fit_beside_the_target_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

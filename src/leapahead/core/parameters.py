@@ -107,6 +107,13 @@ def meant(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {found!r}?)" if (found := similar(word, known)) else ""
 
 
+def apart(names: str) -> list[str]:
+    """The names in a text, divided by commas; the text itself where a file or folder has that name, commas included."""
+    if os.path.exists(os.path.expanduser(names)):
+        return [names]
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
 def file_path(name: str, value: Any) -> Path:
     """The value as a path, with `~` as the home folder; a number would be opened as a file descriptor.
 

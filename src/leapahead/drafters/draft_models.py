@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leapahead.core.errors import BadParameter, Refused, needing
-from leapahead.core.parameters import whole
+from leapahead.core.parameters import apart, whole
 from leapahead.core.text import Tokenizer, difference
 from leapahead.drafters.draft_runner import LEAST_WINDOW, LONGEST_CHAIN, SINKS
 from leapahead.drafters.sources.draft import MASKED, DraftSource, ParallelDraftSource
@@ -206,8 +206,8 @@ def parsed(draft: Any) -> list[Draft]:
         BadParameter: it names none, or a file or folder that is not there.
         Refused: a loaded one cannot draft.
     """
-    if isinstance(draft, (str, Path)) and not str(draft).startswith(SELF):  # "self:skip=1,2" has commas of its own
-        draft = [name.strip() for name in str(draft).split(",") if name.strip()]
+    if isinstance(draft, str) and not draft.startswith(SELF):  # "self:skip=1,2" has commas of its own
+        draft = apart(draft)
     drafts = draft if isinstance(draft, (list, tuple)) else [draft]
     if not drafts:
         raise BadParameter("draft names no model; give a name, a folder, a GGUF file, or several divided by commas")

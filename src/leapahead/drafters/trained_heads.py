@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leapahead.core.errors import BadParameter, Refused, needing
-from leapahead.core.parameters import file_path
+from leapahead.core.parameters import apart, file_path
 from leapahead.drafters.heads import checkpoint
 from leapahead.drafters.heads.config import PROBES
 from leapahead.drafters.sources.head import HeadSource
@@ -37,7 +37,7 @@ def parsed(head: Any) -> list[Path | None]:
     Raises:
         BadParameter: it names none, or a folder that holds none.
     """
-    names = head.split(",") if isinstance(head, str) else head if isinstance(head, (list, tuple)) else [head]
+    names = apart(head) if isinstance(head, str) else head if isinstance(head, (list, tuple)) else [head]
     if not all(isinstance(name, (str, Path)) for name in names):
         raise BadParameter(f"head must be the folder of a trained head, or several, not {head!r}")
     found = [str(name).strip() for name in names if str(name).strip()]
