@@ -144,6 +144,19 @@ def test_an_encoder_decoder_draft_model_learns_with_the_input_of_its_encoder(tmp
     assert all(torch.equal(*pair) for pair in zip(saved.parameters(), draft.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_trainings_of_one_model_go_on_from_each_other(dtype: Any) -> None:
+    model: Any = loading.load(small_model().to(dtype)).target
+    first, second = OnlineTraining(model, 1e-2), OnlineTraining(model, 1e-9)
+    text = Positions(*(np.array(each, dtype=np.int32) for each in ([5, 6], [1], [[7]])), np.zeros((1, 1), np.float32))
+    for _ in range(3):
+        first.step([text])
+    learned = [each.detach().clone() for each in model.model.parameters()]
+    second.step([text])
+    for before, after in zip(learned, model.model.parameters(), strict=True):
+        torch.testing.assert_close(after.detach(), before, atol=1e-6, rtol=0.0)
+
+
 def test_the_memory_is_bounded() -> None:
     buffer, size = Buffer(), learning.LONGEST
     for number in range(3 * learning.CAPACITY // size):

@@ -75,6 +75,7 @@ class OnlineTraining:
         """
         with self.target.lock, torch.enable_grad():
             self._module.zero_grad()  # of a step that failed
+            self._follow()
             loss = self.loss(texts)
             value: float = loss.item()
             if not np.isfinite(value):
@@ -90,6 +91,13 @@ class OnlineTraining:
                 for parameter, master in zip(self._parameters, self._masters, strict=True):
                     parameter.copy_(master)
         return value
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Takes over parameters that something else has changed, such as the training of another drafter."""
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if not torch.equal(parameter, master.to(parameter.dtype)):
+                master.copy_(parameter)
 
     def loss(self, texts: Sequence[Positions]) -> Tensor:
         """The cross entropy with the given tokens, in proportion to exp(logits), as a mean over all positions."""
