@@ -262,11 +262,10 @@ def test_a_draft_model_with_its_own_code_drafts_where_it_was_trained(
         "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
         "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
     )
+    sets, how = {"all": [Text(0, [1, 2, 3], [4, 5, 6])]}, {"drafter": "draft_model", "draft": str(folder)}
     with pytest.raises(LeapaheadError, match="comes with Python code"):
-        draft_model.drafting(str(folder), target)
-    draft = draft_model.drafting(str(folder), target, trust_remote_code=True)
-    some = [Text(0, [1, 2, 3], [4, 5, 6])]
-    (found,) = decoding.evaluations(target, None, {"all": some}, silent, "", drafter="draft_model", draft=draft)
+        decoding.evaluations(target, None, sets, silent, "", **how)
+    (found,) = decoding.evaluations(target, None, sets, silent, "", **how, trust_remote_code=True)
     assert found.tokens
 
 
