@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from architectures import VOCABULARY
+from architectures import VOCABULARY, sharpen
 from helpers import Oracle, RandomTrees, Scattered, Scripted, attached
 from seq2seq import BART, MODELS, build, own_text
 from serving import serving
@@ -414,6 +415,18 @@ def test_an_encoder_may_read_more_than_its_decoder_writes() -> None:
     assert len(llm.generate([5] * 64, max_new_tokens=99, ignore_eos=True).tokens) == 31
     with pytest.raises(ContextOverflow, match="64"):
         llm.generate([5] * 65)
+
+
+def test_short_inputs_do_not_change_how_long_ones_are_encoded() -> None:
+    """BigBird-Pegasus leaves block-sparse attention for good where an input is short, as those of the self-test are."""
+    sizes = {"block_size": 4, "num_random_blocks": 1, "encoder_layers": 1, "decoder_layers": 1}
+    config = transformers.BigBirdPegasusConfig(**{**BART, **sizes}, decoder_start_token_id=2)
+    torch.manual_seed(1)
+    model = sharpen(transformers.AutoModelForSeq2SeqLM.from_config(config).eval())
+    (prompt,), options = sources(4)[3:], {"max_new_tokens": 8, "ignore_eos": True}
+    own = own_text(copy.deepcopy(model), prompt, 8, eos_token_id=-1)
+    llm = LLM(model, drafter="plain")
+    assert [each.tokens for each in llm.generate([[5, 6], prompt], **options)][1] == own
 
 
 # ------------------------------------------------------------------------------------------------------- refusals

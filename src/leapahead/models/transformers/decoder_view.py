@@ -170,7 +170,8 @@ class DecoderView(torch.nn.Module):
         if states is not None:
             given = {"encoder_outputs": BaseModelOutput(last_hidden_state=states[None].to(self.device, self.dtype))}
         begin = torch.tensor([self.start[:1]], device=self.device)
-        self.model(**given, decoder_input_ids=begin, use_cache=True, **{self.cache_name: caches})
+        with families.unchanged_attention(self.model):
+            self.model(**given, decoder_input_ids=begin, use_cache=True, **{self.cache_name: caches})
         entries = caches.cross_attention_cache
         if not entries.layers:
             raise Refused("its decoder gives no keys and values of the encoder's output")
@@ -191,12 +192,13 @@ class DecoderView(torch.nn.Module):
         longest = max(map(len, sources))
         given = [[*source, *source[:1] * (longest - len(source))] for source in sources]
         mask = [[1] * len(source) + [0] * (longest - len(source)) for source in sources]
-        return self.model(
-            input_ids=torch.tensor(given, device=self.device),
-            attention_mask=torch.tensor(mask, device=self.device),
-            decoder_input_ids=tokens,
-            use_cache=False,
-        )
+        with families.unchanged_attention(self.model):
+            return self.model(
+                input_ids=torch.tensor(given, device=self.device),
+                attention_mask=torch.tensor(mask, device=self.device),
+                decoder_input_ids=tokens,
+                use_cache=False,
+            )
 
 
 class RelativeBias:

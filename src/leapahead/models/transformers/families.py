@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,6 +190,24 @@ def context_length(config: Any) -> int:
             # entries are wrong, and a draft across the border cannot be verified.
             length = min(length, int(parameters.get("original_max_position_embeddings", length)))
     return length
+
+
+@contextmanager
+def unchanged_attention(model: Any) -> Iterator[None]:
+    """Undoes changes of the kind of attention that forwards make within the block.
+
+    The encoder of BigBird-Pegasus changes from block-sparse to full attention for good once it has read a short input.
+    The text of a long one would depend on what was read before it then, if only by the self-test.
+    """
+    parts = [part for part in model.modules() if hasattr(part, "set_attention_type")]
+    before = [(part, part.attention_type, getattr(part, "self", None)) for part in parts]
+    try:
+        yield
+    finally:
+        for part, kind, layer in before:
+            part.attention_type = kind
+            if layer is not None:
+                part.self = layer
 
 
 def counts_slots(config: Any) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from leapahead.models.transformers import selftest
+from leapahead.models.transformers.families import unchanged_attention
 from leapahead.models.transformers.linears import can_pack, fits, pack, unpack
 
 TESTED = 8  # tokens, for which a packed model must give the logits that it gave before
@@ -37,5 +38,6 @@ def _logits(model: Any) -> Tensor:
     """Of a few tokens, float32 [tokens, vocab]."""
     tokens = torch.arange(TESTED)[None]
     decoder = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
-    found: Tensor = model(input_ids=tokens, **decoder, use_cache=False).logits[0]
+    with unchanged_attention(model):
+        found: Tensor = model(input_ids=tokens, **decoder, use_cache=False).logits[0]
     return found.float()
