@@ -417,6 +417,24 @@ def test_an_encoder_may_read_more_than_its_decoder_writes() -> None:
         llm.generate([5] * 65)
 
 
+@pytest.mark.parametrize(("kind", "reserved"), [("Bert", 0), ("Roberta", 2)])
+def test_an_encoder_and_a_decoder_with_configurations_of_their_own(kind: str, reserved: int) -> None:
+    """The input is as long as the encoder reads, which is another model; RoBERTa's first tokens have position 2."""
+    config = getattr(transformers, f"{kind}Config")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    both = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        config(vocab_size=VOCABULARY, max_position_embeddings=40, **sizes),
+        config(vocab_size=VOCABULARY, max_position_embeddings=24, **sizes),
+    )
+    model = transformers.EncoderDecoderModel(config=both).eval()
+    model.generation_config.decoder_start_token_id = 3
+    llm, longest = LLM(model, drafter="plain"), 40 - reserved
+    text = llm.generate([5] * longest, max_new_tokens=99, ignore_eos=True)
+    assert (len(text.tokens), text.finish_reason) == (24 - reserved - 1, "length")
+    with pytest.raises(ContextOverflow, match=f"{longest + 1} tokens and the context of .* {longest};"):
+        llm.generate([5] * (longest + 1))
+
+
 def test_short_inputs_do_not_change_how_long_ones_are_encoded() -> None:
     """BigBird-Pegasus leaves block-sparse attention for good where an input is short, as those of the self-test are."""
     sizes = {"block_size": 4, "num_random_blocks": 1, "encoder_layers": 1, "decoder_layers": 1}

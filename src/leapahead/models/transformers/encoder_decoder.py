@@ -134,6 +134,7 @@ class EncoderDecoderTarget(TransformersTarget):
             raise Refused(
                 f"{self._name} cannot be decoded in exact mode (it is an encoder-decoder model); leave out exact"
             )
+        self.context_length -= _reserved_positions(self.model.model.get_decoder())
         if self.model.relative:
             self.context_length = UNLIMITED
         self.model.ids = self._ids
@@ -272,7 +273,14 @@ def _decoder(model: Any, vocab_size: int) -> Decoder:
 
 def _longest_source(model: Any) -> int:
     """Greatest number of tokens that the encoder reads."""
-    if any(getattr(part, "has_relative_attention_bias", False) for part in model.get_encoder().modules()):
+    encoder = model.get_encoder()
+    if any(getattr(part, "has_relative_attention_bias", False) for part in encoder.modules()):
         return UNLIMITED
     own = getattr(model.config, "max_encoder_position_embeddings", None)
-    return families.context_length(model.config) if own is None else int(own)
+    return families.context_length(encoder.config) - _reserved_positions(encoder) if own is None else int(own)
+
+
+def _reserved_positions(model: Any) -> int:
+    """How many of its positions no token has: those up to the one of padding, where a model counts as RoBERTa does."""
+    found = (getattr(part, "position_embeddings", None) for part in model.modules())
+    return max((each.padding_idx + 1 for each in found if getattr(each, "padding_idx", None) is not None), default=0)
