@@ -38,6 +38,7 @@ from leapahead import (
     TokenTree,
 )
 from leapahead.core.verify import Verdict
+from leapahead.drafters import registry
 from leapahead.models.toy import ToySession, ToyTarget
 from leapahead.planner.chunk import UNKNOWN
 
@@ -669,6 +670,13 @@ def test_what_a_request_cannot_have_is_named(given: dict[str, Any], says: str) -
     with pytest.raises(BadParameter, match=says):
         Request(**{"tokens": [1, 2], "drafter": drafter, **given})
     assert Request(np.array([1, 2]), drafter, prediction=(np.int64(3),)).tokens[0] == 1
+
+
+def test_a_drafter_of_another_engine_is_refused() -> None:
+    engine, drafter = Engine(ToyTarget()), registry.make("auto")
+    assert engine.drafter(drafter) is engine.drafter(drafter) is drafter
+    with pytest.raises(BadParameter, match="drafter 'auto' belongs to another engine; make one for each"):
+        Engine(ToyTarget()).drafter(drafter)
 
 
 def test_a_criterion_cannot_wait_for_its_own_engine() -> None:

@@ -72,7 +72,7 @@ class Writer:
         self._texts: list[str] = []
 
     def _stream(self, handle: Handle) -> TextStream:
-        self._started = self._started or TextStream(*self._given, handle.request.before)
+        self._started = self._started or TextStream(*self._given, handle.before)
         return self._started
 
     def piece(self, handle: Handle, output: Output) -> Piece:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from leapahead.core import openmp
+from leapahead.core.errors import BadParameter
 from leapahead.drafters import registry
 from leapahead.drafters.base import Drafter, Host
 from leapahead.models.base import Target
@@ -35,6 +36,8 @@ class AttachedDrafters:
             return known
         with self.target.lock:
             found = drafter if isinstance(drafter, Drafter) else registry.make(drafter, **options)
+            if getattr(found, "host", self.host) is not self.host:
+                raise BadParameter(f"this drafter {found.name!r} belongs to another engine; make one for each")
             found.attach(self.host)
             openmp.release()  # of the forwards that test draft models
             found = self._drafters.setdefault(key, found)

@@ -83,7 +83,7 @@ class Running:
             self.capture |= Capture(logits=True)
         source = request.tokens if target.info.decoder is not None else ()
         self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction, request.owner, source)
-        text = Detokenizer(tokenizer, before=request.before).add if tokenizer is not None else None
+        text = Detokenizer(tokenizer, before=session.tokens).add if tokenizer is not None else None
         longest, cached = target.info.context_length, target.info.cache_tokens
         if cached:
             longest = min(longest, cached + 1)  # the last token of a text needs no room in the KV cache

@@ -14,6 +14,7 @@ from leapahead.core.relaxed import Relaxed, rule
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
+from leapahead.core.text import Detokenizer
 from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.models.base import LOGITS, TargetInfo, require
@@ -102,12 +103,6 @@ class Request:
         return replace(self, sampling=params)
 
     @property
-    def before(self) -> Sequence[int]:
-        """The tokens that the text follows: the prompt, or what the decoder of an encoder-decoder model begins with."""
-        decoder = self.drafter.host.info.decoder
-        return self.tokens if decoder is None else self.begin.text or decoder.start
-
-    @property
     def lossy(self) -> str:
         """The relaxed rule, as it was given; "" where the text is exact."""
         return "" if self.acceptance is None else str(self.acceptance)
@@ -130,6 +125,7 @@ class Handle:
         done: whether it is over, for whatever reason.
         unread: outputs that nobody has read yet, of a streamed request.
         notify: see `Engine.submit`.
+        before: the last of the tokens that the text follows, once its turn has come.
         opened: when its turn came and its prompt began to be read, in seconds of `time.perf_counter`; 0 before that.
         times: when each output came, on the same clock.
         thread: that submitted it, or that read it last.
@@ -147,6 +143,7 @@ class Handle:
     done: bool = False
     unread: deque[Output] = field(default_factory=deque, repr=False)
     notify: Callable[[], None] | None = field(default=None, repr=False)
+    before: list[int] = field(default_factory=list, repr=False)
     opened: float = field(default=0.0, repr=False)
     times: list[float] = field(default_factory=list, repr=False)
     thread: int = field(default_factory=get_ident, repr=False)
@@ -160,9 +157,14 @@ class Handle:
         """Whether nobody reads this stream while the thread that submitted another request waits for that one."""
         return self.paused and self.notify is None and self.thread == waiting.thread
 
-    def open(self, unread: int) -> None:
-        """Its turn has come: so many tokens of the prompt are still to be read, the last one apart."""
-        self.opened = perf_counter()
+    def open(self, tokens: list[int], unread: int) -> None:
+        """Its turn has come.
+
+        Args:
+            tokens: that the text follows: the prompt's, or the decoder's of an encoder-decoder model.
+            unread: so many tokens of the prompt are still to be read, the last one apart.
+        """
+        self.before, self.opened = tokens[-Detokenizer.KEPT :], perf_counter()
         self.stats.prompt_tokens = len(self.request.tokens)
         self.stats.reused_tokens = max(0, self.stats.prompt_tokens - 1 - unread)
 

@@ -298,7 +298,7 @@ class Engine:
         running = None
         try:
             running = Running(self.target, session, handle, self.tokenizer)
-            handle.open(session.unread)
+            handle.open(session.tokens, session.unread)
             running.begin(rows)
         except BaseException:
             (running or session).close()
