@@ -1134,6 +1134,16 @@ def test_long_rope_ends_where_its_rotation_changes() -> None:
     assert families.context_length(config) == 64
 
 
+def test_attention_that_keeps_some_tokens_takes_no_drafts() -> None:
+    """Doge keeps the tokens of greatest rank, of more than the self-test reads; equal ones are told apart by chance."""
+    config = transformers.DogeConfig(**SIZES, keep_window_size=64)
+    target = TransformersTarget(transformers.AutoModelForCausalLM.from_config(config).eval())
+    assert not target.info.capabilities & {TREE, CHAIN}
+    assert "dynamic_mask_attention select" in target.info.no_drafts
+    config.keep_window_size = config.max_position_embeddings
+    assert families.patterns(config) == {"full_attention": families.Pattern()}
+
+
 def test_contexts() -> None:
     assert build("bloom").info.context_length > 10**6  # distances only
     assert build("falcon_alibi").info.context_length > 10**6

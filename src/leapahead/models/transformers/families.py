@@ -145,6 +145,8 @@ def patterns(config: Any, recurrent: bool = False) -> dict[str, Pattern] | None:
         "chunked_attention": Pattern(chunk=chunk),
     }
     types = _get(config, "layer_types")
+    if _keeps_some(config):
+        return None
     if types is not None:
         if recurrent:
             types = [beside for kind in types if (beside := RECURRENT_LAYERS.get(kind, kind)) is not None]
@@ -160,7 +162,17 @@ def patterns(config: Any, recurrent: bool = False) -> dict[str, Pattern] | None:
 def other_layers(config: Any) -> list[str]:
     """The kinds of layers that are neither plain attention over a KV cache nor recurrent, nor without a cache."""
     known = {"full_attention", "sliding_attention", "chunked_attention", *RECURRENT_LAYERS, *STATELESS_LAYERS}
-    return sorted(set(_get(config, "layer_types") or ()) - known)
+    kinds = set(_get(config, "layer_types") or ()) - known
+    return sorted(kinds | {"dynamic_mask_attention"} if _keeps_some(config) else kinds)
+
+
+def _keeps_some(config: Any) -> bool:
+    """Whether layers attend to some of the earlier tokens by rank, in texts too long for the self-test (Doge).
+
+    Equal tokens have equal ranks, and which of them is taken depends on the shape of the forward.
+    """
+    most = _get(config, "keep_window_size")
+    return most is not None and most < context_length(config)
 
 
 def is_recurrent(model: Any) -> bool:
