@@ -409,7 +409,8 @@ def test_what_is_not_resumed(toy: Any, output: Path, tmp_path: Path) -> None:
     assert output.read_bytes() == before
     spaced = content.replace(b'"url": ', b'\t"url":')  # the same requests
     assert toy(spaced, "--resume").exit_code == 0
-    for other in (b"notes\n", b"{}\n", b"[1]\n", content):
+    listed = b'{"custom_id": ["r0"], "id": "x", "response": {"body": {"model": "toy"}}, "error": null}\n'
+    for other in (b"notes\n", b"{}\n", b"[1]\n", listed, content):
         output.write_bytes(other)
         done = toy(content, "--resume")
         assert (done.exit_code, output.read_bytes()) == (2, other)

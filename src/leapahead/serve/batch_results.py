@@ -82,6 +82,7 @@ class Results:
                     found = json.loads(line)
                     custom_id, key, response, error = (found[name] for name in ("custom_id", "id", "response", "error"))
                     model = None if error is not None else response["body"]["model"]
+                    hash(custom_id)  # which must not be a list
                 except (ValueError, KeyError, TypeError):
                     raise BadParameter(
                         f"{self.path} holds no result of run-batch in line {number}; name another file"
