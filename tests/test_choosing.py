@@ -137,3 +137,16 @@ def test_what_drafters_read_comes_from_any_device(temperature: float, monkeypatc
         np.testing.assert_array_equal(mine, theirs)
     for mine, theirs in zip(found.log_probabilities([0], [4], 2), expected.log_probabilities([0], [4], 2), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_greedy_probabilities_of_several_nodes_take_one_call_of_the_processors() -> None:
+    seen = []
+
+    def noted(prefixes: Any, scores: Any) -> Any:
+        seen.append(len(prefixes))
+        return scores
+
+    sampler = Sampler(SamplingParams(processors=(noted,)), [1, 2], VOCABULARY, torch.from_numpy)
+    choices = Choices(torch.randn(4, VOCABULARY), TokenTree.from_paths(1, [[2], [3], [4]]), sampler)
+    chosen = choices.probabilities([1, 2, 3]).argmax(axis=1)
+    assert (seen, chosen.tolist()) == ([3], choices.of([1, 2, 3]).tolist())

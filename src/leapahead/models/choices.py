@@ -181,11 +181,7 @@ class Choices(Rows):
 
         0 where no token can be chosen: a processor may ban everything after a prefix that the text will never take.
         """
-        wanted = [int(node) for node in nodes]
-        missing = sorted({node for node in wanted if node not in self._known})  # in the order of the rows, each once
-        if missing:
-            self._choose(missing)
-        return np.array([max(self._known[node], 0) for node in wanted], dtype=np.int64)
+        return np.array([max(chosen, 0) for chosen in self._chosen(nodes)], dtype=np.int64)
 
     def probabilities(self, nodes: Sequence[int] | IntArray) -> FloatArray:
         """float64 [len(nodes), vocab] on the host: what the sampler draws from after each node, all filters applied.
@@ -196,7 +192,7 @@ class Choices(Rows):
             BadLogits: they are NaN, infinite or all banned.
         """
         if self._sampler.noise is None:
-            chosen = checked([self[int(node)] for node in nodes], f"position {self._length}")
+            chosen = checked(self._chosen(nodes), f"position {self._length}")
             found = np.zeros((len(chosen), self.width))
             found[np.arange(len(chosen)), chosen] = 1.0
             return found
@@ -246,6 +242,14 @@ class Choices(Rows):
             return chosen, np.zeros((len(rows), 0), dtype=np.int64), np.zeros((len(rows), 0))
         alternatives, logits = best(rows, min(k, rows.shape[-1]))
         return chosen, alternatives, logits - log_sum
+
+    def _chosen(self, nodes: Sequence[int] | IntArray) -> list[int]:
+        """As `of`; -1 where no token can be chosen."""
+        wanted = [int(node) for node in nodes]
+        missing = sorted({node for node in wanted if node not in self._known})  # in the order of the rows, each once
+        if missing:
+            self._choose(missing)
+        return [self._known[node] for node in wanted]
 
     def _choose(self, nodes: list[int]) -> None:
         rows, began = self._live(), perf_counter()
