@@ -100,7 +100,7 @@ class Model:
         recurrent, hybrid = (bool(ask(self.pointer)) for ask in (c.llama_model_is_recurrent, c.llama_model_is_hybrid))
         self.cells, self.stateful = hybrid or not recurrent, hybrid or recurrent
         architecture = self.meta("general.architecture")
-        usual = c.llama_model_n_embd(self.pointer) // max(1, c.llama_model_n_head(self.pointer))
+        usual = c.llama_model_n_embd(self.pointer) // max(1, 0 if vocab_only else c.llama_model_n_head(self.pointer))
         key, value = (int(self.meta(f"{architecture}.attention.{each}_length") or usual) for each in ("key", "value"))
         self.head_lengths = key, value
         self.alone, self.keeps = architecture in ALONE, architecture not in COPIES_ALL
