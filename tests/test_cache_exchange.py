@@ -225,6 +225,16 @@ def test_a_save_tells_what_it_cannot_save(tmp_path: Path) -> None:
     assert cache_sections.load(file).sections["suffix"].figures()["texts"] == 1
 
 
+def test_sections_that_a_cache_in_use_has_received_are_saved(tmp_path: Path) -> None:
+    """Also those that the drafters of its LLM do not ask for."""
+    for number, chosen in enumerate((True, DrafterCache(), tmp_path / "new")):
+        cache, file = cache_sections.given(chosen), tmp_path / str(number)
+        assert cache is not None
+        cache.merge_bytes(taught([[1, 2, 3]]).to_bytes())
+        cache.save(file)  # a warning is an error here
+        assert cache_sections.load(file).sections["suffix"].figures()["texts"] == 1
+
+
 class Unshared(PastTexts):
     """A third party's section that knows nothing of exchanges."""
 

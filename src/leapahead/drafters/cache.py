@@ -120,6 +120,7 @@ class DrafterCache:
         self._tokenizer: str | Callable[[], str] = ""
         self._merged: dict[Path, str] = {}  # file -> id of the save that has been merged already
         self._ledgers: dict[str, Ledger] = {}  # of the sections that were exchanged
+        self._make: Callable[[str], Section | None] | None = None  # what `activate` was given last
         self._lock = Mutex()
 
     def section(self, name: str, make: Callable[[], SectionType]) -> SectionType:
@@ -152,6 +153,7 @@ class DrafterCache:
         So a damaged file is refused at once, and sections of several files can be merged.
         """
         with self._lock:
+            self._make = make
             for name in [*self.unknown, *self._ledgers]:
                 if name not in self.sections and (section := make(name)) is not None:
                     self.section(name, lambda made=section: made)  # type: ignore[misc]
@@ -373,6 +375,8 @@ class DrafterCache:
                     if contents is not None:
                         with self._lock:
                             self._merge_contents(contents)
+                if self._make is not None:  # an LLM uses this cache; sections may have been received since
+                    self.activate(self._make)
                 self._merged[file] = cache_file.write(file, self.tokenizer, self.vocab_size, self.snapshot())
         except OSError as error:
             raise cache_file.not_written(named, error) from error

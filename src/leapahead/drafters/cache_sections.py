@@ -64,8 +64,10 @@ def given(drafter_cache: DrafterCache | str | Path | bool) -> DrafterCache | Non
     Raises:
         BadParameter: as of `load`; or such a file cannot exist.
     """
-    if isinstance(drafter_cache, bool):
-        return DrafterCache() if drafter_cache else None
+    if drafter_cache is False:
+        return None
+    if drafter_cache is True:
+        drafter_cache = DrafterCache()
     if isinstance(drafter_cache, DrafterCache):
         drafter_cache.activate(make)
         return drafter_cache
@@ -91,6 +93,7 @@ def given(drafter_cache: DrafterCache | str | Path | bool) -> DrafterCache | Non
             f"the drafter cache {path} cannot be created: the folder {path.parent} is not writable; name another file"
         )
     new = DrafterCache()
+    new.activate(make)
     new.path = path.absolute()
     return new
 
