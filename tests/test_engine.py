@@ -473,6 +473,26 @@ def test_what_a_notification_raises_ends_no_other_request(stream: bool) -> None:
     assert not target.open_sessions
 
 
+def test_who_waits_for_a_request_hears_of_its_end_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes when the request is over, and before `notify` was called."""
+    engine, told = Engine(ToyTarget()), list[bool]()
+    awaited = engine.submit(request(engine, 0), lambda: told.append(awaited.done))
+    other = engine.submit(request(engine, 1))
+    tell, pending = engine._changed.notify_all, [KeyboardInterrupt]
+
+    def interrupted() -> None:
+        tell()
+        if awaited.done and pending:
+            raise pending.pop()
+
+    monkeypatch.setattr(engine._changed, "notify_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run([other])
+    engine.run([awaited])
+    engine.run([engine.submit(request(engine, 2))])
+    assert told == [True]
+
+
 def test_an_interrupted_start_of_another_request_is_repeated() -> None:
     pending = [KeyboardInterrupt]
 

@@ -125,6 +125,7 @@ class Handle:
         done: whether it is over, for whatever reason.
         unread: outputs that nobody has read yet, of a streamed request.
         notify: see `Engine.submit`.
+        told: whether `notify` was told of the end.
         before: the last of the tokens that the text follows, once its turn has come.
         opened: when its turn came and its prompt began to be read, in seconds of `time.perf_counter`; 0 before that.
         times: when each output came, on the same clock.
@@ -143,6 +144,7 @@ class Handle:
     done: bool = False
     unread: deque[Output] = field(default_factory=deque, repr=False)
     notify: Callable[[], None] | None = field(default=None, repr=False)
+    told: bool = field(default=False, repr=False)
     before: list[int] = field(default_factory=list, repr=False)
     opened: float = field(default=0.0, repr=False)
     times: list[float] = field(default_factory=list, repr=False)

@@ -386,12 +386,13 @@ class Engine:
         """The request is over. Other samples of its prompt, which waited for it, are queued."""
         self._prompt_rows.pop(handle, None)
         with self._changed:
-            if is_new := not handle.done:
+            if not handle.done:
                 handle.finish_reason = handle.finish_reason or ("cancelled" if handle.cancelled else None)
                 self._queue.extendleft(reversed(self._samples.pop(handle, [])))
                 handle.error, handle.done = error, True
             self._changed.notify_all()
-        if is_new:
+        if not handle.told:  # an interrupted end is repeated, so that a waiting thread hears of it, once
+            handle.told = True
             handle.wake()
 
     def _has_work(self) -> bool:
