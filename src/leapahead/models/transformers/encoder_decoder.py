@@ -282,5 +282,5 @@ def _longest_source(model: Any) -> int:
 
 def _reserved_positions(model: Any) -> int:
     """How many of its positions no token has: those up to the one of padding, where a model counts as RoBERTa does."""
-    found = (getattr(part, "position_embeddings", None) for part in model.modules())
-    return max((each.padding_idx + 1 for each in found if getattr(each, "padding_idx", None) is not None), default=0)
+    found = (getattr(getattr(part, "position_embeddings", None), "padding_idx", None) for part in model.modules())
+    return max((index + 1 for index in found if index is not None), default=0)
