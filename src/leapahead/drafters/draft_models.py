@@ -356,11 +356,11 @@ def copyable(target: Target | None, what: str, instead: str) -> TransformersTarg
         from leapahead.models.transformers.model import TransformersTarget
     if target is not None and target.info.decoder is not None:
         raise Refused(
-            f"{what} is not possible with {target.info.name}, which is an encoder-decoder model; give "
-            "a smaller one with the same tokenizer"
+            f"{what} is not possible with {target.info.name}, which is an encoder-decoder model; draft "
+            "with a smaller one that has the same tokenizer (drafter='draft_model')"
         )
     if target is not None and target.info.devices > 1:
-        raise Refused(f"{what} is not possible with devices; give a smaller model with the same tokenizer")
+        raise Refused(f"{what} is not possible with devices; draft with a smaller model (drafter='draft_model')")
     if not isinstance(target, TransformersTarget):
         raise Refused(f"{what} needs a model of Transformers; {instead}")
     return target
