@@ -484,7 +484,7 @@ def test_the_command_trains_a_head(leapahead: Any, data: Path, tmp_path: Path) -
     assert again.exit_code == 2
     assert again.stderr == f"error: {out} is not empty; give a new folder, or go on with --resume\n"
     changed = leapahead(*given, "--seed", "3", "--resume")
-    assert changed.stderr.startswith("error: evaluate=")
+    assert changed.stderr.startswith("error: --evaluate=")
     more = ("--evaluate", str(data), "--evaluate-prompts", "2", "--resume", "--json")
     found = json.loads(leapahead(*given[:-4], "--held-out", "0.3", "--features", "disk", *more).stdout)
     assert found["steps"] == 4
