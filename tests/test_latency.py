@@ -798,7 +798,7 @@ def test_an_interrupted_write_leaves_nothing_behind(tmp_path: Path, monkeypatch:
     def interrupted(*what: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("json.dump", interrupted)
+    monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_json(tmp_path / "profile.json", {})
     assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import tempfile
 import warnings
 from pathlib import Path
@@ -25,34 +26,26 @@ def replaceable(file: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces the file in one step, so that a full disk leaves what it held.
+    """Replaces the file in one step, so that no reader finds half of it, and a full disk leaves what it held.
 
     Raises:
         OSError: it cannot be written.
     """
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
-    finally:
+    finally:  # also after an interrupt
         part.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> bool:
-    """Replaces the file in one step, so that no reader finds half of it; False where it cannot be written."""
-    part = ""
+    """As `write_text`, in a folder that is made where there is none; False where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".part", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file)
-        os.replace(part, path)
-        part = ""
+        write_text(path, json.dumps(content))
     except OSError:
         return False
-    finally:  # also after an interrupt
-        if part:
-            Path(part).unlink(missing_ok=True)
     return True
 
 
