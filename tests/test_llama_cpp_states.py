@@ -155,6 +155,16 @@ def test_text_of_chains_over_long_texts(name: str, mode: str) -> None:
             assert texts(target, drafter, mode, expected, batch) == expected
 
 
+@pytest.mark.parametrize(("n_batch", "n_seq_max"), [(6, 2), (14, 14)])
+def test_why_a_batch_too_small_for_the_test_takes_no_drafts(n_batch: int, n_seq_max: int) -> None:
+    name, expected = FAST[0], plain_texts(FAST[0], "greedy", 40)
+    target = load(name, n_batch=n_batch, n_seq_max=n_seq_max)
+    with pytest.raises(Refused, match=r"steps of up to 15 tokens; load it with so large an n_batch and n_ubatch\)"):
+        LLM(target, drafter="prompt_lookup")
+    assert texts(target, "plain", "greedy", expected, 1) == expected
+    assert CHAIN in load(name, n_batch=n_batch + 1, n_seq_max=n_seq_max).info.capabilities
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("n_seq_max", [1, 5])

@@ -15,16 +15,7 @@ import numpy as np
 from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
-from leapahead.models.base import (
-    CHAIN,
-    HIDDEN,
-    NOTHING,
-    Capture,
-    Cost,
-    TargetInfo,
-    checked_prompt,
-    require,
-)
+from leapahead.models.base import CHAIN, HIDDEN, NOTHING, Capture, Cost, TargetInfo, checked_prompt, require
 from leapahead.models.captured import TopK, first_row, prompt_rows
 from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.llama_cpp import selftest
@@ -75,6 +66,7 @@ class LlamaCppTarget:
             layers=model.layers,
             hidden_size=model.hidden_size,
             cache_tokens=self.context.n_ctx,
+            no_drafts=selftest.no_room(self),
             length_option="n_ctx" if self.context.may_grow else "",
         )
         able = self._tested()

@@ -34,6 +34,8 @@ def capabilities(target: TestedTarget) -> frozenset[str]:
     Raises:
         Refused: the model's logits of several tokens at once are not those of one token at a time.
     """
+    if no_room(target):
+        return frozenset({LOGITS})
     if target.model.stateful:
         return _with_state(target)
     a, b, d, e, f, g = _ordinary_tokens(target, 6)
@@ -53,6 +55,18 @@ def capabilities(target: TestedTarget) -> frozenset[str]:
         if not any(wrong) and not differ(after, own_logits(target, [*paths[1], e])[-1:]):
             able.add(TREE)
     return frozenset(able)
+
+
+def no_room(target: TestedTarget) -> str:
+    """Why drafts cannot be tested, where steps may not have as many rows as the test has; "" elsewhere."""
+    least, most = (3 + 4 * len(_sizes(target)), 15) if target.model.stateful else (5, 5)
+    wanted = f"drafts are tested with steps of up to {most} tokens; load it with so large an n_batch and n_ubatch"
+    return wanted if target.context.n_step < least else ""
+
+
+def _sizes(target: TestedTarget) -> tuple[int, ...]:
+    """Lengths of the texts by which a recurrent state is tested, as many as can have a draft at once."""
+    return (1, 2, 4)[: max(1, target.context.n_seq_max // 2)]
 
 
 # The drafts of each step, for three texts: (drafted tokens that are right, that are wrong). One text grows its second.
@@ -78,7 +92,7 @@ def _drafts_are_right(target: TestedTarget, text: Sequence[int], own: FloatArray
     """Whether three sessions of different lengths, in the same forwards, give `own`, the logits of the text."""
     sessions: list[Session] = []
     try:
-        for size in (1, 2, 4)[: max(1, target.context.n_seq_max // 2)]:
+        for size in _sizes(target):
             sessions.append(target.open(text[:size], SamplingParams()))
             read_prompt(target, sessions[-1])
         right = all([_step_is_right(target, sessions, step, text, own) for step in STEPS])
