@@ -820,6 +820,13 @@ def test_the_memory_limit_of_a_container(tmp_path: Path, monkeypatch: Any) -> No
     assert free_host_bytes() == 1600 < whole
     (tmp_path / "memory.max").write_text("max\n")
     assert free_host_bytes() > 1600
+    (first := tmp_path / "memory").mkdir()  # of cgroup v1
+    for name, text in (("limit_in", "7000\n"), ("usage_in", "4500\n")):
+        (first / f"memory.{name}_bytes").write_text(text)
+    (first / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 500\n")
+    assert free_host_bytes() == 3000
+    (first / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")  # none
+    assert free_host_bytes() > 3000
 
 
 def test_without_a_writable_cache_directory_each_process_measures_once(cache: Path, monkeypatch: Any) -> None:

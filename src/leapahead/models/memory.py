@@ -9,6 +9,11 @@ from pathlib import Path
 
 UNKNOWN = 4 << 30  # bytes that are assumed to be free where the system tells nothing
 CONTAINER = Path("/sys/fs/cgroup")  # where a container of Linux sees its limits
+# Of cgroup v2 and v1: the limit, what is used, and statistics with the files that are kept in memory.
+LIMITS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (*(f"memory/memory.{name}" for name in ("limit_in_bytes", "usage_in_bytes", "stat")), "total_inactive_file"),
+)
 
 
 def free_host_bytes() -> int:
@@ -29,9 +34,11 @@ def free_host_bytes() -> int:
 
 def _free_in_container(unlimited: int) -> int:
     """What a container's memory limit leaves, which `/proc/meminfo` does not show; `unlimited` where there is none."""
-    try:
-        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
-        parts = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
-        return max(limit - used + int(parts["inactive_file"]), 0)  # files that are kept in memory make room
-    except (OSError, KeyError, ValueError):  # the limit "max" is none
-        return unlimited
+    for *files, kept in LIMITS:
+        try:
+            limit, used, statistics = ((CONTAINER / name).read_text() for name in files)
+            parts = dict(line.split() for line in statistics.splitlines())
+            return max(int(limit) - int(used) + int(parts[kept]), 0)  # files that are kept in memory make room
+        except (OSError, KeyError, ValueError):  # the limit "max" is none
+            continue
+    return unlimited
