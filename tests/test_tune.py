@@ -554,6 +554,23 @@ def test_a_drafter_without_expectations_is_refused() -> None:
         calibration(ToyTarget(), PROMPTS, batch=0)
 
 
+def test_the_gpu_is_the_one_that_the_model_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from leapahead.models import loading
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number=0: f"GPU {number}")
+    named = ((None, "GPU 0"), ("auto", "GPU 0"), ("cuda:1", "GPU 1"), ("cuda:2", None), ("cpu", None))
+    assert [conditions(device=device)["gpu"] for device, _ in named] == [name for _, name in named]
+    assert "device" not in conditions(device="cuda:1")
+    target = loading.load(device="cpu").target
+    assert (conditions(target)["device"], conditions(target)["gpu"]) == ("cpu", None)
+    monkeypatch.setattr("leapahead.bench.conditions.describe", lambda target: {"device": "cuda:1"})
+    assert conditions(target)["gpu"] == "GPU 1"
+
+
 def test_a_gguf_file_is_named_with_its_own_type_and_threads() -> None:
     """In the conditions and on the figure: not a precision that happens to be that of bfloat16, nor torch's threads."""
     pytest.importorskip("llama_cpp")

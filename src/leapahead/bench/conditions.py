@@ -26,24 +26,26 @@ def silent(what: str, done: int, total: int) -> None:
     """A `Progress` that shows nothing."""
 
 
-def conditions(target: Target | None = None, **more: Any) -> Data:
+def conditions(target: Target | None = None, device: str | None = None, **more: Any) -> Data:
     """The conditions to be stored beside a measurement, as plain types.
 
     Two runs on one installation and machine have the same ones.
 
     Args:
         target: is described as well, see `describe`.
+        device: that models are to be loaded on, whose GPU is named where no target is given.
         more: added by the caller.
     """
+    described = {} if target is None else describe(target)
     found: Data = {
         "versions": {"leapahead": __version__, "python": platform.python_version(), **_packages()},
         "commit": commit(),
         "system": platform.platform(),
         "cpu": processor(),
-        "gpu": gpu(),
+        "gpu": gpu(described.get("device", device)),
     }
     if target is not None:
-        found |= {"target": target.info.name, "precision": target.info.precision, **describe(target)}
+        found |= {"target": target.info.name, "precision": target.info.precision, **described}
     return {**found, **more}
 
 
@@ -84,13 +86,18 @@ def commit() -> str | None:
     return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
-def gpu() -> str | None:
-    """The name of the GPU that torch would use."""
+def gpu(device: str | None = None) -> str | None:
+    """The name of a CUDA device; None of the CPU. Of other names, and of none, that of the GPU that torch would use."""
     try:
         import torch
     except ModuleNotFoundError:
         return None
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    kind, _, number = (device or "").partition(":")
+    if kind == "cpu" or not torch.cuda.is_available():
+        return None
+    if kind != "cuda" or not number.isdecimal():
+        return torch.cuda.get_device_name()
+    return torch.cuda.get_device_name(int(number)) if int(number) < torch.cuda.device_count() else None
 
 
 def _git(folder: Path, *words: str) -> str | None:

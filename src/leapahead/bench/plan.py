@@ -152,7 +152,7 @@ class Plan:
         """The conditions of the bench; those of the targets are added when they are loaded."""
         return {
             "date": date,
-            **conditions(),
+            **conditions(device=self.device),
             "data": self.data,
             "tasks": {
                 task.name: {"prompts": len(task.prompts), "chat": task.chat, "digest": task.digest}
