@@ -206,6 +206,19 @@ def test_texts_of_another_run_and_further_prompts_are_trained_on_together(
     assert "to the prompts of `prompts.jsonl` and `others.jsonl`;" in card.training(run, "")
 
 
+def test_prompts_to_evaluate_with_that_do_not_fit_are_refused_before_a_text_is_decoded(
+    tiny_folder: Path, data: Path, tmp_path: Path
+) -> None:
+    long = tmp_path / "long.txt"
+    long.write_text("long " * 2000)
+    settings = DraftSettings(data=str(data), evaluate=(str(long),), max_new_tokens=6)
+    folder = Folder(tmp_path / "run", "draft")
+    folder.begin(settings)
+    with pytest.raises(LeapaheadError, match=r"long\.txt holds no prompt that leaves room for max_new_tokens=6"):
+        gathered(LLM(str(tiny_folder)), settings, folder, QUIET)
+    folder.check(settings, resume=False)  # it is as good as new
+
+
 def test_texts_of_others_are_refused(tiny_folder: Path, data: Path, tmp_path: Path) -> None:
     llm, file = LLM(str(tiny_folder)), tmp_path / "texts.jsonl"
     texts.write(llm, Wish(data, 4), file, silent)

@@ -143,19 +143,21 @@ def gathered(
         usable: which of the texts are trained on or held out; all by default.
 
     Raises:
-        BadParameter: as of `texts.write`, `texts.read` and `texts.divide`.
+        BadParameter: as of `texts.prompts`, `texts.write`, `texts.read` and `texts.divide`.
     """
+    longest = settings.max_new_tokens
+    trained_on = [Wish(Path(settings.data), longest, settings.sampled, settings.seed)] if settings.data else []
+    evaluated = [Wish(Path(name), longest, limit=settings.evaluate_prompts) for name in settings.evaluate]
+    prompts = {wish: texts.prompts(llm, wish) for wish in (*trained_on, *evaluated)}  # before a text is decoded
     found = texts.read(llm, Path(settings.texts)) if settings.texts else []
-    if settings.data:
-        wish = Wish(Path(settings.data), settings.max_new_tokens, settings.sampled, settings.seed)
+    for wish in trained_on:
         before = 1 + max((text.index for text in found), default=-1)  # so that no two texts have one number
-        own = texts.write(llm, wish, folder.texts, watch.progress)
+        own = texts.write(llm, wish, folder.texts, watch.progress, known=prompts[wish])
         found += [replace(text, index=before + text.index) for text in own]
     sets = {}
-    for name in settings.evaluate:
-        wish = Wish(Path(name), settings.max_new_tokens, limit=settings.evaluate_prompts)
-        what = Path(name).stem
-        written = texts.write(llm, wish, folder.evaluation(what), watch.progress, f"texts of {what}")
+    for wish in evaluated:
+        what, known = wish.data.stem, prompts[wish]
+        written = texts.write(llm, wish, folder.evaluation(what), watch.progress, f"texts of {what}", known)
         sets[what] = [text for text in written if len(text.answer) >= texts.LEAST]
     return *texts.divide(usable(found), settings.held_out, settings.seed), sets
 

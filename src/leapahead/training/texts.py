@@ -102,7 +102,14 @@ def prompts(llm: LLM, wish: Wish) -> list[list[int]]:
     return [list(tokens) for tokens in found]
 
 
-def write(llm: LLM, wish: Wish, path: Path, progress: Progress, what: str = "the target's texts") -> list[Text]:
+def write(
+    llm: LLM,
+    wish: Wish,
+    path: Path,
+    progress: Progress,
+    what: str = "the target's texts",
+    known: Sequence[list[int]] = (),
+) -> list[Text]:
     """The target's texts; those that the file does not hold yet are decoded and added to it.
 
     Args:
@@ -111,11 +118,12 @@ def write(llm: LLM, wish: Wish, path: Path, progress: Progress, what: str = "the
         path: the file.
         progress: is called after every text.
         what: they are, for `progress`.
+        known: what `prompts` gives, where that is known already.
 
     Raises:
         BadParameter: the file holds texts of another model or of other prompts, or cannot be written.
     """
-    wanted = prompts(llm, wish)
+    wanted = known or prompts(llm, wish)
     head = {**_model(llm), **asdict(wish), "data": wish.data.name}
     if path.exists() and cut(path):
         kept = _read(path, head)
