@@ -230,6 +230,24 @@ def test_reasoning_text_and_calls_become_items() -> None:
                 {"role": "assistant", "content": "z"},
             ],
         ),
+        (
+            [
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"role": "assistant", "content": "x"},
+                {"type": "function_call", "call_id": "d", "name": "f", "arguments": "{}"},
+                {"role": "assistant", "content": "y"},
+            ],
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"id": call, "type": "function", "function": {"name": "f", "arguments": "{}"}} for call in "cd"
+                    ],
+                    "content": "x",
+                },
+                {"role": "assistant", "content": "y"},
+            ],
+        ),
     ],
 )
 def test_items_are_messages(items: Any, messages: Sequence[Any]) -> None:

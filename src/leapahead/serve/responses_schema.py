@@ -2,7 +2,7 @@
 
     instructions                          a message of the system, before all others
     message                               a message
-    reasoning, message, function_call     of one answer: one message of the assistant
+    reasoning, message, function_call     of one answer, in any order: one message of the assistant
     function_call_output                  a message of a tool
 
 What a response has put out may be given back as input. The server keeps no responses, so the whole conversation is.
@@ -362,7 +362,7 @@ def messages(instructions: str | None, items: str | Sequence[Item]) -> list[dict
 
 
 def _add_to_answer(found: list[dict[str, Any]], item: MessageItem | ReasoningItem | CallItem) -> None:
-    """Adds what the model has put out to its last message, or begins one: reasoning, text and calls in this order."""
+    """Adds what the model has put out to its last message, or begins one: with each reasoning, and a second text."""
     answer = found[-1] if found and found[-1]["role"] == "assistant" else None
     if isinstance(item, CallItem):
         if answer is None:
@@ -372,7 +372,7 @@ def _add_to_answer(found: list[dict[str, Any]], item: MessageItem | ReasoningIte
     elif isinstance(item, ReasoningItem):
         thought = "\n".join(part.text for part in item.content or item.summary or ())
         found.append({"role": "assistant", "reasoning_content": thought})
-    elif answer is not None and answer.keys() == {"role", "reasoning_content"}:
+    elif answer is not None and "content" not in answer:
         answer["content"] = _joined(item.content)
     else:
         found.append({"role": "assistant", "content": _joined(item.content)})
