@@ -6,16 +6,18 @@ import asyncio
 import json
 import unicodedata
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
+import httpx
 import openai
 import pytest
 
 from leapahead import LLM, TokenLogprobs
 from leapahead.serve.logprobs import Places, places
+from leapahead.serve.prompts import Texts
 from leapahead.serve.replies import CompletionChoice, CompletionReply
 from leapahead.serve.streaming import TextEvent
-from tests.serving import Letters, Running, serving
+from tests.serving import NO_TLS, Letters, Running, serving, toy_llm
 
 PROMPT = "def add(a, b):\n"
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]
@@ -171,6 +173,19 @@ def test_the_roles_and_contents_of_messages(client: openai.OpenAI, llm: LLM, run
     without = running.post("/tokenize", {"messages": parts, "add_generation_prompt": False}).json()
     assert found["tokens"][: without["count"]] == without["tokens"]
     assert without["count"] < found["count"]
+
+
+def test_what_a_tokenizer_was_made_with_is_told_where_that_is_enabled(llm: LLM, running: Running) -> None:
+    found, tokenizer = Texts(llm).tokenizer_info(), cast(Any, llm.tokenizer)
+    assert found["chat_template"] == tokenizer.chat_template
+    assert (found["bos_token"], found["eos_token"]) == (tokenizer.bos_token, tokenizer.eos_token)
+    assert found["tokenizer_class"] == type(tokenizer).__name__
+    assert found["added_tokens_decoder"]["0"] == tokenizer.eos_token
+    assert "tiny" not in str(found)  # the folder
+    with serving(toy_llm(), tokenizer_info=True) as toy:
+        answered = httpx.get(f"{toy.url}/tokenizer_info", verify=NO_TLS).json()
+    assert answered == {"tokenizer_class": "Letters", "chat_template": "letters", "eos_token": "\n"}
+    assert httpx.get(f"{running.url}/tokenizer_info", verify=NO_TLS).status_code == 404
 
 
 # ---------------------------------------------------------------------------------------------------------- streaming

@@ -20,13 +20,13 @@ PATHS = (
     *("POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses", "POST /v1/messages"),
     *("POST /v1/messages/count_tokens", "POST /tokenize", "POST /detokenize"),
     *("GET /v1/models", "GET /v1/models/{name}", "GET /health", "GET /metrics"),
-    *("GET /version", "GET /load"),
+    *("GET /version", "GET /load", "GET /tokenizer_info"),
 )
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    with serving(LLM(SlowToy(), tokenizer=Letters()), {"max_tokens": 20}) as found:
+    with serving(LLM(SlowToy(), tokenizer=Letters()), {"max_tokens": 20}, tokenizer_info=True) as found:
         yield found
 
 
@@ -64,7 +64,7 @@ def test_the_schema_has_these_paths(operations: dict[str, Any]) -> None:
     assert set(operations) == set(PATHS) | {"GET /v1/models/{name}"}
 
 
-@pytest.mark.parametrize("path", mostly_slow(PATHS, *PATHS[1:2], *PATHS[-6:]))
+@pytest.mark.parametrize("path", mostly_slow(PATHS, *PATHS[1:2], *PATHS[-7:]))
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
 def test_every_path(operations: dict[str, Any], path: str, mode: GenerationMode) -> None:
     if mode is GenerationMode.NEGATIVE and path.startswith("GET"):

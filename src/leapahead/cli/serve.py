@@ -37,6 +37,13 @@ ADDRESS = (
         help="Port to listen at; 0 takes any free one.",
     ),
     option("--log-prompts", is_flag=True, group=SERVER, help="Let the log contain prompts and texts."),
+    option(
+        "--enable-tokenizer-info-endpoint",
+        "tokenizer_info",
+        is_flag=True,
+        group=SERVER,
+        help="Tell the chat template and what else the tokenizer was made with, at /tokenizer_info.",
+    ),
 )
 WHO = (
     option(
@@ -157,6 +164,7 @@ def serve(
     tool_call_parser: str | None,
     reasoning_parser: str | None,
     log_prompts: bool,
+    tokenizer_info: bool,
     api_keys: tuple[str, ...],
     api_key_file: Path | None,
     no_auth: bool,
@@ -190,6 +198,7 @@ def serve(
         log_prompts=log_prompts,
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
+        tokenizer_info=tokenizer_info,
         limits=limits,
     )
     listening = server.bound(host, port)

@@ -275,6 +275,13 @@ def tokenizing(service: Service) -> APIRouter:
         service.name(body.model)
         return DetokenizeReply(prompt=await asyncio.to_thread(texts.checked_text, body.tokens))
 
+    if service.settings.tokenizer_info:
+
+        @router.get("/tokenizer_info", responses=failures(401))
+        async def tokenizer_info() -> dict[str, Any]:
+            """What the tokenizer was made with."""
+            return await asyncio.to_thread(texts.tokenizer_info)
+
     return router
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
@@ -120,6 +121,19 @@ class Texts:
             message = f"tokens has {outside[0]}, which is outside the vocabulary of {self.info.vocab_size}"
             raise ApiError(400, message, "tokens", "invalid_value")
         return self.text(tokens)
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What the tokenizer was made with, paths left out: its class, special tokens and chat template among them."""
+        given = getattr(self.tokenizer, "init_kwargs", {})  # of Transformers
+        found = {name: value for name, value in given.items() if not name.endswith(("_file", "_path", "_files_only"))}
+        for name in ("bos_token", "eos_token"):
+            if (token := getattr(self.tokenizer, f"{name}_id", None)) is not None:
+                found[name] = self.token(token)
+        found["tokenizer_class"] = type(self.tokenizer).__name__
+        if (template := getattr(self.tokenizer, "chat_template", None)) is not None:
+            found["chat_template"] = template
+        # Tokens are objects with a `content`; what else is no JSON becomes text.
+        return dict(json.loads(json.dumps(found, default=lambda value: getattr(value, "content", str(value)))))
 
     def _token(self, token: int) -> str:
         return self.text([token])

@@ -95,6 +95,7 @@ class Settings:
         tool_call_parser: name of the format of tool calls, see `leapahead.chat.TOOL_FORMATS`; "none" for no tools;
             None to find it by the chat template.
         reasoning_parser: the same of reasoning, see `leapahead.chat.REASONING_FORMATS`; with "none", all is content.
+        tokenizer_info: whether /tokenizer_info tells the chat template and what else the tokenizer was made with.
         limits: see `Limits`.
 
     Raises:
@@ -109,6 +110,7 @@ class Settings:
     defaults: Mapping[str, float] = field(default_factory=dict)
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    tokenizer_info: bool = False
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
