@@ -633,6 +633,41 @@ def test_a_request_waits_for_streams_of_other_threads_only() -> None:
         assert waiting.result().tokens == alone(1, params=GREEDY)
 
 
+def test_a_request_that_waits_for_ever_behind_one_that_does_not_is_refused() -> None:
+    llm = LLM(Limited(1), drafter="plain")
+    stream = llm.stream(prompt(0), max_new_tokens=20)
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: llm.engine.submit(request(llm.engine, 1))).result()
+        with pytest.raises(CacheFull, match="all 1 rows"):
+            llm.generate(prompt(2), max_new_tokens=20)
+    assert sum(len(piece.tokens) for piece in stream) == 19
+    llm.engine.run([other])
+    assert other.tokens == alone(1)
+
+
+def test_a_request_waits_for_streams_of_other_tasks_only() -> None:
+    """Awaited within the loop over a stream, another one could wait for ever."""
+
+    async def main() -> None:
+        async with AsyncLLM(Limited(1), drafter="plain") as llm:
+            pieces = []
+            async for piece in llm.stream(prompt(0), max_new_tokens=20):
+                pieces.append(piece)
+                if len(pieces) == 1:
+                    other = asyncio.create_task(llm.generate(prompt(1), max_new_tokens=20))
+                if len(pieces) == 2:
+                    with pytest.raises(CacheFull, match="all 1 rows"):
+                        await llm.generate(prompt(2), max_new_tokens=20)
+                    with pytest.raises(CacheFull, match="all 1 rows"):
+                        async for _ in llm.stream(prompt(2), max_new_tokens=20):
+                            pass
+            assert sum(len(piece.tokens) for piece in pieces) == 20
+            assert (await other).tokens == alone(1, params=GREEDY)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_a_closed_llm_ends_its_texts_with_an_error() -> None:
     llm = LLM(ToyTarget())
     stream = llm.stream(prompt(0))

@@ -10,7 +10,7 @@ from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.sampling import SamplingParams
 from leapahead.engine.driver import Driver
 from leapahead.engine.request import Handle, Request
-from leapahead.engine.waiting import check, in_thread, over, wake_up
+from leapahead.engine.waiting import check, in_thread, of_this_task, over, wake_up
 from leapahead.inputs import Options, Prompt, Prompts, is_single
 from leapahead.results import Piece, Result
 
@@ -69,7 +69,7 @@ class AsyncLLM:
         try:
             for request, sampling in requests:
                 groups.append(await self.submit(request, sampling, notify))
-            handles = [handle for group in groups for handle in group]
+            of_this_task(handles := [handle for group in groups for handle in group])
             while not over(handles):
                 await changed.wait()
                 changed.clear()
@@ -85,6 +85,7 @@ class AsyncLLM:
         (handle,) = await self.submit(request, [request.sampling], notify)
         try:
             while True:
+                of_this_task([handle])
                 changed.clear()
                 over = handle.done  # before it is polled, lest the last output come in between
                 if (output := llm.engine.poll(handle)) is not None:

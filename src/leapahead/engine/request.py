@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from time import perf_counter
+from typing import Any
+from weakref import ReferenceType
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import check_token_ids, flag, is_whole, whole
@@ -130,6 +132,7 @@ class Handle:
         opened: when its turn came and its prompt began to be read, in seconds of `time.perf_counter`; 0 before that.
         times: when each output came, on the same clock.
         thread: that submitted it, or that read it last.
+        task: the same as a weak reference to a task of asyncio, where `AsyncLLM` has submitted it.
     """
 
     request: Request
@@ -149,6 +152,7 @@ class Handle:
     opened: float = field(default=0.0, repr=False)
     times: list[float] = field(default_factory=list, repr=False)
     thread: int = field(default_factory=get_ident, repr=False)
+    task: ReferenceType[Any] | None = field(default=None, repr=False)
 
     @property
     def paused(self) -> bool:
@@ -156,8 +160,9 @@ class Handle:
         return self.request.stream and len(self.unread) >= self.request.ahead
 
     def blocks(self, waiting: Handle) -> bool:
-        """Whether nobody reads this stream while the thread that submitted another request waits for that one."""
-        return self.paused and self.notify is None and self.thread == waiting.thread
+        """Whether nobody reads this stream while the thread, or task, that submitted another one waits for that one."""
+        same = self.thread == waiting.thread if self.notify is None else self.task == waiting.task is not None
+        return self.paused and same and not waiting.done
 
     def open(self, tokens: list[int], unread: int) -> None:
         """Its turn has come.

@@ -6,8 +6,7 @@
 
 Every `step()` reads at most one chunk of a prompt, and runs ONE target forward for all running requests, so a running
 request never waits longer than for one chunk. Where the target can, that forward reads the chunk, too. The engine has
-no thread of its own: callers that wait for output drive `step()`, one of them at a time, while the others sleep. Any
-thread may submit and cancel at any time.
+no thread of its own: callers that wait for output drive `step()`, one at a time. Any thread may submit and cancel.
 """
 
 from __future__ import annotations
@@ -271,10 +270,12 @@ class Engine:
             try:
                 self._open(handle)
             except CacheFull as error:
-                if not all(each.handle.blocks(handle) for each in self._active):
-                    self._turn.stalled = all(each.handle.paused for each in self._active)
+                self._turn.stalled = all(each.handle.paused for each in self._active)
+                for each in list(self._queue) if self._active and self._turn.stalled else [handle]:
+                    if all(running.handle.blocks(each) for running in self._active):  # none will ever make room for it
+                        self._end(each, error)
+                if not handle.done:
                     return  # it joins when another one has left
-                self._end(handle, error)
             except BaseException as error:
                 self._end(handle, of_request(error))
 

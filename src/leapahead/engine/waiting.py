@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
 
 from leapahead.core.errors import LeapaheadError
 from leapahead.engine.request import Handle
@@ -33,6 +34,15 @@ def wake_up() -> tuple[asyncio.Event, Callable[[], None]]:
             loop.call_soon_threadsafe(event.set)
 
     return event, notify
+
+
+def of_this_task(handles: Iterable[Handle]) -> None:
+    """Notes that the task that is running waits for these requests, or reads them."""
+    import asyncio
+
+    if (task := asyncio.current_task()) is not None:
+        for handle in handles:
+            handle.task = ref(task)  # a weak one, since the task refers to the handle
 
 
 def over(handles: Sequence[Handle]) -> bool:
