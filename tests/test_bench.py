@@ -292,6 +292,16 @@ def test_a_peer_without_steps_is_a_row_and_joins_the_overall_row() -> None:
     assert (whole["prompts"], whole["tokens"], whole["acceptance_length"]) == (6, 60, None)
 
 
+def test_tasks_of_different_numbers_of_rounds_have_an_overall_row() -> None:
+    """A task of few batches has more rounds; the overall row is over the rounds that all tasks have."""
+    contenders = [Timed("plain", lambda turn: 1.0, ten), Timed("peer:x", lambda turn: 0.5, ten)]
+    one, two = measured(contenders, rounds=1), measured(contenders, rounds=4)
+    whole = figures.overall([one[1], two[1]], [one[0], two[0]], 0)
+    assert whole["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert (whole["prompts"], whole["tokens"], whole["tokens_per_second"]) == (6, 60, 20.0)
+    assert figures.overall_beside([one[1], two[1]], [one[0], two[0]], 0)["median"] == 2.0
+
+
 # ---------------------------------------------------------------------------------------------- texts that differ
 
 

@@ -238,9 +238,12 @@ def _samples(measured: Measured) -> dict[str, Any]:
 
 
 def _joined(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The samples of several tasks: in each round, the groups of all tasks one after the other."""
+    """The samples of several tasks: in each round, the groups of all tasks one after the other.
+
+    A task of few batches has more rounds than the others (`Plan.rounds_of`); those that not all have are left out.
+    """
     return {
-        key: [[*chain.from_iterable(turn)] for turn in zip(*(each["samples"][key] for each in rows), strict=True)]
+        key: [[*chain.from_iterable(turn)] for turn in zip(*(each["samples"][key] for each in rows), strict=False)]
         for key in ("tokens", "seconds", "first_token")
     }
 
