@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,26 @@ def test_a_wrong_draft_would_be_seen(entry: peers.Entry, prompts: list[list[int]
         [plain, Generate("peer:x", other, {})], prompts, setting, rounds=1, seed=0, judge=tie_on(loaded.target)
     )
     assert rows[1]["mismatches"] == len(prompts)
+
+
+@pytest.mark.parametrize("trees", [True, False])
+def test_openvino_genai_does_not_find_the_prompts_of_an_earlier_round(
+    monkeypatch: pytest.MonkeyPatch, trees: bool
+) -> None:
+    """Its pipeline keeps the blocks of prompts by default; the backend without blocks takes no such setting."""
+    genai = pytest.importorskip("openvino_genai")
+    from leapahead.bench.peers import openvino
+
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(genai, "LLMPipeline", lambda *where, **settings: given.append(settings))
+    model = SimpleNamespace(trees=trees, computed_in="f32", cached_in="f32", threads=1, file=Path("model/x.xml"))
+    openvino.Generate("peer:x", SimpleNamespace(model=model), "PA", "", {}, {})  # type: ignore[arg-type]
+    assert given[0]["ATTENTION_BACKEND"] == ("PA" if trees else "SDPA")
+    assert ("scheduler_config" in given[0]) == trees
+    if trees:
+        scheduling = given[0]["scheduler_config"]
+        assert not scheduling.enable_prefix_caching
+        assert scheduling.max_num_batched_tokens > 10**9  # a prompt is read in one forward, as without the setting
 
 
 # ------------------------------------------------------------------------------------------------------- configured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -62,6 +63,14 @@ def _target(entry: Entry) -> OpenVinoTarget:
     return target
 
 
+def _scheduling() -> Any:
+    """GenAI's own for a single text, but for its cache of prefixes, in which later rounds would find their prompts."""
+    found = openvino_genai.SchedulerConfig()
+    found.max_num_batched_tokens = sys.maxsize
+    found.enable_prefix_caching = False
+    return found
+
+
 class Generate(Contender):
     """`generate`, timed from its first token to its last, by its own clock; the prefill is timed separately.
 
@@ -87,13 +96,15 @@ class Generate(Contender):
     ) -> None:
         self.name, self._options = name, generation
         model = target.model
-        settings = {
+        settings: dict[str, Any] = {
             "ATTENTION_BACKEND": backend if model.trees else "SDPA",
             "INFERENCE_PRECISION_HINT": model.computed_in,
             "KV_CACHE_PRECISION": cache or model.cached_in,
             "INFERENCE_NUM_THREADS": model.threads,
             "PERFORMANCE_HINT": "LATENCY",
         }
+        if settings["ATTENTION_BACKEND"] == "PA":
+            settings["scheduler_config"] = _scheduling()
         try:
             self._pipeline: Any = openvino_genai.LLMPipeline(str(model.file.parent), "CPU", **settings, **pipeline)
         except RuntimeError as error:
