@@ -247,7 +247,10 @@ def test_texts_of_a_batch_differ_in_length() -> None:
     assert 32 <= min(limits) < 40 < 56 < max(limits) <= 64
     text = Text([1, 2, 3, 4], timed=3)
     text.cut(2)
-    assert (text.tokens, text.timed) == ([1, 2], 2)
+    assert (text.tokens, text.timed) == ([1, 2], 1), "the first token came from the prefill"
+    text = Text(timed=3)  # of a contender that gives only text
+    text.cut(2)
+    assert text.timed == 2
 
 
 def test_a_round_begins_without_what_the_last_one_remembers() -> None:
@@ -290,6 +293,23 @@ def test_a_peer_without_steps_is_a_row_and_joins_the_overall_row() -> None:
     whole = figures.overall([rows[1], rows[1]], [rows[0], rows[0]], 0)
     assert whole["speedup"] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert (whole["prompts"], whole["tokens"], whole["acceptance_length"]) == (6, 60, None)
+
+
+def test_texts_of_a_single_token_give_peers_no_speed() -> None:
+    """Their prefill yields it; they would be said to be infinitely slow."""
+    said: list[str] = []
+    target = ToyTarget()
+    ours, peer = Ours("plain", target, None, Plain), Timed("peer:x", lambda turn: 0.0, ten)
+    form = runner.Form("toy", Loaded(target, None, ()), [ours, peer], said.append)
+    task = tasks.Task("one", ["x"])
+    assert runner._able(form, PROMPTS, Setting(max_new_tokens=1), task) == [ours]
+    assert said == [
+        "one, temperature 0, batch 1: peer:x is left out: the only token of a text comes from its prefill, which is "
+        "not timed"
+    ]
+    assert runner._able(form, PROMPTS, Setting(max_new_tokens=2), task) == [ours, peer]
+    rows = measured([Timed("plain", lambda turn: 1.0, ten), peer])  # all texts ended with the prefill
+    assert rows[1]["samples"]["seconds"] == [[1e-6] * 3] * 3
 
 
 def test_tasks_of_different_numbers_of_rounds_have_an_overall_row() -> None:

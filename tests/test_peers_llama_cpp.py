@@ -117,6 +117,20 @@ def ran(fake: Fake, entry: peers.Entry, setting: Setting, name: str = "llama-loo
     return entered(fake, entry, name, options).run([fake.prompt], setting)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_first_token_that_comes_with_the_prompt_is_not_timed(entry: peers.Entry, fake: Fake, batch: int) -> None:
+    """As the first one of the peers: the forward that yields it counts as prefill."""
+    loaded = entry.loaded
+    plain = Ours("plain", loaded.target, loaded.tokenizer, "plain")
+    (text,) = plain.run([fake.prompt], Setting(max_new_tokens=6, batch=batch)).texts
+    assert text.stats is not None
+    assert (text.timed, text.stats.steps) == (len(text.tokens) - 1, len(text.tokens))
+    (text,) = plain.run([fake.prompt], Setting(max_new_tokens=1)).texts
+    assert text.timed == 1, "a text without any time would have no speed"
+    (text,) = plain.run([fake.prompt[:1]], Setting(max_new_tokens=6)).texts
+    assert text.timed == 6, "nothing was to be read"
+
+
 def after(arguments: list[str], option: str) -> str:
     return arguments[arguments.index(option) + 1]
 

@@ -23,6 +23,7 @@ from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models.base import KeepsPrefixes, Target
 from leapahead.planner.compiled import acceptance_table
+from leapahead.planner.draft import Step
 from leapahead.planner.profile import LatencyProfiles
 from leapahead.results import Writer
 
@@ -74,8 +75,8 @@ class Text:
         first_token: seconds from the beginning of its prefill to its first new token.
         stats: its counters; None from a contender that does not report any.
         timed: number of tokens that were made in `Pass.seconds`; None for all of them. The prefill of peers yields the
-            first token, that of this package's drafters yields none; and some peers write more than they were asked
-            for.
+            first token, that of this package's drafters yields none, unless a step reads the prompt, too; and some
+            peers write more than they were asked for.
         written: the text, from a contender that gives no tokens; `aligned` makes tokens of it.
     """
 
@@ -87,9 +88,10 @@ class Text:
 
     def cut(self, limit: int) -> None:
         """Drops what a contender wrote beyond the limit, because it cannot be given one for each text of a batch."""
+        dropped = max(0, len(self.tokens) - limit)
         self.tokens = self.tokens[:limit]
         if self.timed is not None:
-            self.timed = min(self.timed, limit)
+            self.timed = min(max(0, self.timed - dropped), limit)
 
 
 @dataclass
@@ -191,6 +193,23 @@ class Configuration:
         return {"drafter": self.drafter, **self.options, **rule}
 
 
+class _First:
+    """Whether the first step of a text read its prompt, too, so that its time is that of the prefill.
+
+    Attributes:
+        with_prompt: tokens that such a step committed; 0 where it read none.
+    """
+
+    def __init__(self) -> None:
+        self.with_prompt, self._seen = 0, False
+
+    def see(self, step: Step) -> None:
+        """Called in every step."""
+        if not self._seen and step.forward.cost.read:
+            self.with_prompt = len(step.tokens)
+        self._seen = True
+
+
 class Ours(Contender):
     """A drafter on a target, decoded by the engine.
 
@@ -239,12 +258,14 @@ class Ours(Contender):
                 self.target.forget()
         texts, detokenise = [Text() for _ in prompts], 0.0
         began = perf_counter()
-        handles = []
+        handles, firsts = [], list[_First]()
         for tokens in prompts:
             stop = StopParams(max_new_tokens=setting.limit(tokens), eos_token_ids=setting.eos_token_ids)
             expected = setting.predictions.get(tuple(tokens), ()) if drafter.takes_prediction else ()
             given = (tokens, drafter, setting.params, stop, expected, self.drafter_cache)
-            handles.append(engine.submit(Request(*given, acceptance=self._rule)))
+            first = _First()
+            firsts.append(first)
+            handles.append(engine.submit(Request(*given, acceptance=self._rule, on_step=first.see)))
         owners = {
             handle: (text, Writer(self.tokenizer, (), False)) for handle, text in zip(handles, texts, strict=True)
         }
@@ -260,10 +281,11 @@ class Ours(Contender):
         finally:
             engine.cancel(*handles)
         seconds = perf_counter() - began
-        for handle, text in zip(handles, texts, strict=True):
+        for handle, text, first in zip(handles, texts, firsts, strict=True):
             if handle.error is not None:
                 raise handle.error
             text.tokens, text.stats = handle.tokens, handle.stats
+            text.timed = max(1, len(text.tokens) - first.with_prompt)  # a text of one step has a speed, too
         prefill = sum(handle.stats.prefill_seconds for handle in handles)
         return Pass(texts, seconds - prefill, prefill, detokenise)
 

@@ -68,7 +68,7 @@ class Measured:
             self.seconds.append([])
             self.first_token.append([])
         self.tokens[-1].append(sum(len(text.tokens) if text.timed is None else text.timed for text in done.texts))
-        self.seconds[-1].append(done.seconds)
+        self.seconds[-1].append(max(done.seconds, 1e-6))  # none, where a peer's texts ended with the prefill
         self.first_token[-1] += [text.first_token for text in done.texts]
         self.detokenise += done.detokenise
         self.prefill += done.prefill
@@ -202,12 +202,13 @@ def overall(rows: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], see
 def _counted(stats: Stats | None) -> dict[str, Any]:
     """The counters of one pass; None where a contender reports none."""
     if stats is None:
-        counters = ("steps", "nodes", "replayed", "drafted_by", "accepted_by", "accepted_at")
+        counters = ("steps", "committed", "nodes", "replayed", "drafted_by", "accepted_by", "accepted_at")
         return dict.fromkeys(("acceptance_length", "nodes_per_step", *counters))
     return {
         "acceptance_length": round(stats.acceptance_length, 4),
         "nodes_per_step": round(stats.nodes_per_step, 3),
         "steps": stats.steps,
+        "committed": stats.committed,
         "nodes": stats.nodes,
         "replayed": stats.replayed,
         "drafted_by": dict(stats.drafted_by),
@@ -222,7 +223,7 @@ def _stats(rows: Sequence[dict[str, Any]]) -> Stats:
         total.steps += each["steps"]
         total.nodes += each["nodes"]
         total.replayed += each["replayed"]
-        total.committed += each["tokens"]
+        total.committed += each.get("committed", each["tokens"])  # absent in rows of earlier versions
         total.drafted_by.update(each["drafted_by"])
         total.accepted_by.update(each["accepted_by"])
         total.accepted_at.update({int(depth): count for depth, count in each["accepted_at"].items()})

@@ -247,7 +247,10 @@ def _able(form: Form, prompts: Sequence[list[int]], setting: Setting, task: Task
     """The contenders that can run a cell."""
     able = []
     for each in form.contenders:
-        if reason := each.refusal(prompts, setting):
+        reason = each.refusal(prompts, setting)
+        if setting.max_new_tokens == 1 and not isinstance(each, Ours):
+            reason = "the only token of a text comes from its prefill, which is not timed"
+        if reason:
             where = f"{task.name}, temperature {setting.temperature:g}, batch {setting.batch}"
             form.say(f"{where}: {each.name} is left out: {reason}")
         else:
