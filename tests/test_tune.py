@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,13 +20,17 @@ from test_latency import Timed, line
 from leapahead import tune as tuning
 from leapahead.bench import plots
 from leapahead.bench.conditions import Data, conditions
+from leapahead.bench.plan import Model
 from leapahead.cli import main, tune_forms
 from leapahead.cli.tune import comparison, show_auto
 from leapahead.core.errors import BadParameter
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.drafters.base import SequenceDrafter
+from leapahead.engine.request import Request
+from leapahead.engine.scheduler import Engine
 from leapahead.models.base import CHAIN, LOGITS, TOP_K, Cost
+from leapahead.models.loading import Loaded
 from leapahead.models.toy import Entries, ToySession, ToyTarget
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 from leapahead.planner.latency import LatencyProfile
@@ -153,6 +159,40 @@ def test_the_prices_of_a_practice_are_those_of_its_forwards(sequences: int) -> N
     if sequences == 1:
         expected = found["acceptance_length"] / (1 + 0.25 * found["nodes_per_step"])
         assert found["expected"]["auto"] == pytest.approx(expected, rel=0.02)
+
+
+def test_plain_decoding_of_texts_that_end_apart_is_expected_to_take_its_forwards() -> None:
+    """A forward of the last text takes its time, though it yields one token only."""
+    target, prompts = ToyTarget(), PROMPTS[:2]
+    engine = Engine(target, max_batch=2)
+    stop = StopParams(max_new_tokens=40)
+    handles = [engine.submit(Request(prompt, engine.drafter("plain"), stop=stop)) for prompt in prompts]
+    engine.run(handles)
+    one, two = (handle.tokens for handle in handles)
+    end = max({*one} & {*two}, key=lambda token: abs(one.index(token) - two.index(token)))
+    first, last = sorted((one.index(end) + 1, two.index(end) + 1))
+    assert 2 * first < last
+    latency = FixedLatency(target, {1: 1.0, 2: 1.0, 102: 1.0})
+    found = tuning.practise(target, latency, prompts, 2, max_new_tokens=40, eos_token_ids=[end], seconds=60)
+    assert found["expected"]["plain"] == pytest.approx((first + last) / last, rel=0.02)
+
+
+def test_a_form_is_released_before_the_next_one_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets: list[weakref.ref[ToyTarget]] = []
+
+    def load(path: str | None, **arguments: Any) -> Loaded:
+        gc.collect()  # a toy holds itself
+        assert all(target() is None for target in targets)
+        target = ToyTarget()
+        targets.append(weakref.ref(target))
+        return Loaded(target, None, ())
+
+    monkeypatch.setattr(tune_forms.loading, "load", load)
+    monkeypatch.setattr(tune_forms.tasks, "fitting", lambda *given: PROMPTS)
+    monkeypatch.setattr(tuning, "tune", lambda *given, **others: ({}, None))
+    monkeypatch.setattr(tuning, "practise", lambda *given, **others: {"expected": dict.fromkeys(("auto", "plain"))})
+    tune_forms.compare({"one": Model(), "two": Model()}, {}, [], 1, 4, 0.1, 0.1)
+    assert len(targets) == 2
 
 
 def test_the_first_text_of_a_practice_is_not_counted() -> None:

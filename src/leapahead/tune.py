@@ -235,7 +235,7 @@ def practise(
     stop = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
     first = [Request(prompt, kinds[1], stop=stop) for prompt in prompts[-sequences:]]
     _decoded(engine, first, lambda: clock() > began + WARM_UP * seconds)
-    count = _Count(latency.profile(sequences), sequences)
+    plainly, count = (_Count(latency.profile(sequences), sequences) for _ in kinds)
     total, plain, texts = Stats(), Stats(), 0
     groups = [prompts[start : start + sequences] for start in range(0, len(prompts), sequences)]
     for index, group in enumerate(groups):
@@ -244,14 +244,15 @@ def practise(
             break
         group = [*group, *prompts[: sequences - len(group)]]
         for drafter in kinds if index % 2 else kinds[::-1]:
-            watch = count.add if drafter is kinds[1] else None
-            requests = [Request(prompt, drafter, stop=stop, on_step=watch) for prompt in group]
+            watch = count if drafter is kinds[1] else plainly
+            requests = [Request(prompt, drafter, stop=stop, on_step=watch.add) for prompt in group]
             stats = _decoded(engine, requests, lambda: clock() > began + seconds + 1.0)
             if drafter is kinds[1]:
                 total, texts = total + stats, texts + len(group)
             else:
                 plain += stats
     count.close()
+    plainly.close()
     return {
         "texts": texts,
         "tokens": total.committed,
@@ -265,9 +266,7 @@ def practise(
         },
         "expected": {
             "auto": round(total.committed / (count.seconds + _outside(total)), 3) if total.steps else None,
-            "plain": round(plain.committed / (count.plain(plain.committed) + _outside(plain)), 3)
-            if plain.steps
-            else None,
+            "plain": round(plain.committed / (plainly.seconds + _outside(plain)), 3) if plain.steps else None,
         },
         "sources": _sources(total, count, engine.acceptance.rows(longest=3)),
     }
@@ -320,10 +319,6 @@ class _Count:
             self.price.update(_prices(self._together, self._profile, self._sequences))
             self.seconds += self._measured(self._together[0].forward.cost.rows)
         self._together = []
-
-    def plain(self, tokens: int) -> float:
-        """Seconds of the forwards that plain decoding of so many tokens takes, by the same profile."""
-        return tokens / self._sequences * self._measured(self._sequences)
 
 
 def _prices(steps: Sequence[Step], profile: LatencyProfile, sequences: int) -> dict[str, float]:

@@ -103,17 +103,35 @@ def compare(
     with screen.progress("tune") as bar:
         for text, model in models.items():
             bar(f"loading {Path(text).name}", 0, 1)
-            loaded = loading.load(model.path, **{**common, **model.options}, sequences=batch)
-            prompts = tasks.fitting(sets, loaded, max_new_tokens)
-            measured, profiles = tuning.tune(loaded.target, batch, seconds, progress=bar)
-            ends = loaded.eos_token_ids
-            measured["auto"] = tuning.practise(
-                loaded.target, profiles, prompts, batch, max_new_tokens, ends, text_seconds, progress=bar
-            )
+            arguments = {**common, **model.options, "sequences": batch}
+            measured = _measured(model, arguments, sets, max_new_tokens, seconds, text_seconds, bar)
             is_file = model.path is not None and Path(model.path).is_file()
             size = Path(str(model.path)).stat().st_size if is_file else None
             found.append({"model": text, "bytes": size, **measured})
     return {"models": found, "fastest": _fastest(found, "auto"), "fastest_plain": _fastest(found, "plain")}
+
+
+def _measured(
+    model: Model,
+    arguments: dict[str, Any],
+    sets: Sequence[Task],
+    max_new_tokens: int,
+    seconds: float,
+    text_seconds: float,
+    bar: screen.Bar,
+) -> Data:
+    """What `tune` and `practise` measure of a form, which is loaded with the arguments and released in the end."""
+    loaded, batch = loading.load(model.path, **arguments), arguments["sequences"]
+    try:
+        prompts = tasks.fitting(sets, loaded, max_new_tokens)
+        measured, profiles = tuning.tune(loaded.target, batch, seconds, progress=bar)
+        ends = loaded.eos_token_ids
+        measured["auto"] = tuning.practise(
+            loaded.target, profiles, prompts, batch, max_new_tokens, ends, text_seconds, progress=bar
+        )
+    finally:
+        loading.close(loaded.target)
+    return measured
 
 
 def _fastest(found: Sequence[Data], what: str) -> str | None:
