@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace as Some
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -143,6 +144,20 @@ def test_the_wrapped_methods_tell_all_that_drafting_needs(install: Install) -> N
     assert proposer.figures.accepted["prediction"] > 30
     assert proposer.figures.drafted["recycling"] + proposer.figures.drafted["siblings"] > 0
     assert proposer.figures.errors == proposer.figures.resynchronised == 0
+
+
+def test_the_logits_of_a_warm_up_are_not_kept_until_the_first_step(install: Install) -> None:
+    """vLLM computes them for as many requests as it may ever serve at once."""
+    install()
+    proposer = Proposer(config())
+    runner = Runner(proposer)
+    runner.logits = np.zeros((4, VOCAB), np.float32)
+    runner.model.compute_logits(np.zeros(4))
+    logits = ref(runner.logits)
+    runner.logits = None
+    assert logits() is None
+    assert runner.serve(Job("x", [5], 40)) == {"x": plain_text([5], 40)}
+    assert proposer.figures.drafted["recycling"]
 
 
 def test_steps_without_drafted_tokens_are_sampled_as_without_a_proposer(install: Install) -> None:

@@ -30,6 +30,7 @@ from multiprocessing.util import Finalize
 from threading import Thread
 from time import monotonic
 from typing import Any
+from weakref import ref
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.drafters import cache_sections
@@ -89,7 +90,8 @@ class Proposer:
         self._adapter: Adapter | None = None
         self._descriptions = requests.Descriptions(vllm_config, self._sampled, log)
         self._texts = requests.ByText()
-        self._logits: tuple[Any, Any] | None = None  # of a step: its hidden states and logits
+        # Hidden states of a step, and their logits, which are dropped with them: no step takes those of a warm-up.
+        self._logits: tuple[ref[Any], Any] | None = None
         self._forward: Batch | None = None
         self._looked = self._reported = self._saved = monotonic()
         self._errors = 0  # in a row
@@ -116,7 +118,7 @@ class Proposer:
         def kept(hidden: Any, *more: Any, **named: Any) -> Any:
             logits = inner(hidden, *more, **named)
             if self._logits is None:  # later calls of a step are for the log-probabilities of prompts
-                self._logits = hidden, logits
+                self._logits = ref(hidden, self._drop_logits), logits
             return logits
 
         target_model.compute_logits = kept
@@ -181,9 +183,13 @@ class Proposer:
             self._descriptions,
             [0] * len(new) if metadata is None else metadata.num_draft_tokens,
             scheduled.total_num_scheduled_tokens,
-            kept[1] if kept is not None and kept[0] is hidden else None,
+            kept[1] if kept is not None and kept[0]() is hidden else None,
             getattr(scheduled, "num_spec_tokens_to_schedule", None),
         )
+
+    def _drop_logits(self, of: ref[Any]) -> None:
+        if self._logits is not None and self._logits[0] is of:
+            self._logits = None
 
     def forget(self) -> None:
         """Forgets the texts of earlier requests, as a benchmark must before it repeats its prompts."""
