@@ -188,6 +188,7 @@ def test_a_bad_row_ends_alone() -> None:
         ("prediction", [1, 999], "the prediction has 999"),
         ("row_id", None, "the row id is missing"),
         ("row_id", 2.0**53, "does not tell numbers of this size apart"),
+        ("row_id", b"7", "cannot be derived from b'7' (Object of type bytes is not JSON serializable)"),
     ],
 )
 def test_a_bad_value_beside_a_prompt_ends_its_row(column: str, value: Any, message: str) -> None:

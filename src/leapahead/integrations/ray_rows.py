@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from leapahead.core.errors import BadParameter
+from leapahead.core.errors import BadParameter, first_line
 from leapahead.core.parameters import is_whole
 from leapahead.inputs import is_single
 
@@ -45,10 +45,19 @@ def row_seed(seed: int, identity: Any) -> int:
 
     Returns:
         63 bits of a SHA-256 hash, so that a signed integer of 64 bits holds it.
+
+    Raises:
+        BadParameter: it is something that JSON cannot express, such as a date or bytes.
     """
     if isinstance(identity, float) and identity.is_integer():
         identity = int(identity)
-    written = json.dumps([seed, identity], ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+    try:
+        written = json.dumps([seed, identity], ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+    except TypeError as error:
+        raise BadParameter(
+            f"the seed of a row cannot be derived from {str(identity)[:60]} ({first_line(error)}); give the row a "
+            "number or text as its id"
+        ) from None
     return int.from_bytes(sha256(written.encode()).digest()[:8], "big") >> 1
 
 
