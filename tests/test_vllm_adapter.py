@@ -416,7 +416,7 @@ def test_a_file_without_an_object_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_draft_length_of_the_options_must_fit() -> None:
-    with pytest.raises(BadParameter, match="nodes=7"):
+    with pytest.raises(BadParameter, match="nodes=7 is not possible with num_speculative_tokens=6"):
         adapter(Options(nodes=7))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 
+from leapahead.core.errors import BadParameter
 from leapahead.core.text import Tokenizer
 from leapahead.core.tree import Budget
 from leapahead.drafters.auto import Auto
@@ -43,6 +44,11 @@ class Chains(Auto):
     """
 
     def __init__(self, options: Options, most: int) -> None:
+        if options.nodes > most:
+            raise BadParameter(
+                f"nodes={options.nodes} is not possible with num_speculative_tokens={most} in the speculative config; "
+                "raise that one, or leave nodes out"
+            )
         super().__init__(options.sources, options.datastore, nodes=options.nodes, max_nodes=most, seed_aware=False)
         self.plain: set[SequenceView] = set()
 
