@@ -311,6 +311,17 @@ def test_every_processor_sees_its_own_prefix(llama: Any, eos: int, name: str) ->
         assert ours(llama, BATCH, drafter, **options).tolist() == expected
 
 
+def test_allowed_tokens_of_several_samples_are_those_of_their_prompt(llama: Any) -> None:
+    def allowed(prompt: int, prefix: torch.Tensor) -> list[int]:
+        return list(range(5 + 30 * prompt, 30 + 30 * prompt))
+
+    options = {"do_sample": True, "num_return_sequences": 3, "seed": 5, "prefix_allowed_tokens_fn": allowed}
+    plain = ours(llama, BATCH, **options)
+    for row, text in enumerate(plain[:, LENGTH:].tolist()):
+        assert set(text) <= set(allowed(row // 3, plain[row]))
+    assert ours(llama, BATCH, "lookahead", **options).tolist() == plain.tolist()
+
+
 def test_forced_bos(llama: Any) -> None:
     inputs = {"input_ids": torch.tensor([[5]])}
     expected = theirs(llama, inputs, forced_bos_token_id=7, max_new_tokens=6).tolist()

@@ -47,7 +47,9 @@ def of_row(processor: Any, row: int, rows: int) -> Any:
         mine.batch_size = 1
     elif isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed: Callable[[int, Tensor], list[int]] = processor._prefix_allowed_tokens_fn
-        mine._prefix_allowed_tokens_fn = lambda _, prefix: allowed(row, prefix)
+        prompt = row // processor._num_beams  # the same for all its num_return_sequences rows
+        mine._prefix_allowed_tokens_fn = lambda _, prefix: allowed(prompt, prefix)
+        mine._num_beams = 1
     return mine
 
 
