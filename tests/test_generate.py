@@ -301,6 +301,17 @@ def test_eos_stop_tokens_and_minimum(toy: LLM) -> None:
     assert token not in later[:20]
 
 
+@pytest.mark.parametrize(
+    ("word", "banned"), [("ab", ["ab", " ab"]), ("  ab", ["  ab", " ab"]), ("\nab", ["\nab", " \nab"])]
+)
+def test_a_bad_word_is_banned_as_it_is_written_and_after_a_space(
+    toy: LLM, monkeypatch: pytest.MonkeyPatch, word: str, banned: list[str]
+) -> None:
+    monkeypatch.setattr(SyllableTokenizer, "SYLLABLES", [*SyllableTokenizer.SYLLABLES, "\n"])
+    encode = SyllableTokenizer().encode
+    assert toy.inputs.sampling({"bad_words": [word]}, seed=0).bad_words == tuple(tuple(encode(b)) for b in banned)
+
+
 def test_bad_words_and_processors(toy: LLM) -> None:
     whole = toy.generate([1, 2, 3], max_new_tokens=30).tokens
     banned = whole[0]
@@ -558,6 +569,7 @@ class Silent(SequenceDrafter):
         ("ab", {"stop_token_ids": "x"}, "must consist of token ids"),
         ("ab", {"bad_words": [[99]]}, "bad_words has 99"),
         ("ab", {"bad_words": [" "]}, "an empty bad word"),
+        ("ab", {"bad_words": ["\n"]}, "of white space alone"),
         ("ab", {"drafter": "nothing"}, "there is no drafter 'nothing'"),
         ("ab", {"drafter": 7}, "a drafter must be a name or a class, got 7"),
         ("ab", {"drafter": ["auto"]}, r"a drafter must be a name or a class, got \['auto'\]"),

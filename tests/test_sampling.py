@@ -811,6 +811,7 @@ NAN = math.nan
     ("name", "value"),
     [
         *(("temperature", v) for v in (-0.1, 1e-300, 0.9 * LEAST_TEMPERATURE, NAN, math.inf, "1", None, True)),
+        *(("temperature", v) for v in (1e39, 10**400)),
         *(("top_k", v) for v in (-1, 2.5, NAN, "3", None)),
         *(("top_p", v) for v in (0, -0.5, 1.01, NAN, "0.5", None)),
         *(("min_p", v) for v in (-0.1, 1.5, NAN, "0", None)),

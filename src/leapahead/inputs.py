@@ -218,7 +218,7 @@ class Inputs:
             return [self._ids("bad_words", word)]
         if self.tokenizer is None:
             raise BadParameter(f"the bad word {word!r} needs a tokenizer; pass tokenizer=..., or its token ids")
-        written = (unicode_text("a bad word", word), " " + word.lstrip())
+        written = (unicode_text("a bad word", word), " " + word.lstrip(" "))
         return list(dict.fromkeys(tuple(self.tokenizer.encode(w, add_special_tokens=False)) for w in written))
 
     def _ids(self, name: str, given: Any) -> tuple[int, ...]:
@@ -381,7 +381,9 @@ def _bad_words(options: Options) -> list[Any]:
         raise BadParameter(f"bad_words={value!r} is not possible: it must be a list of strings or token ids")
     words = [value] if isinstance(value, str) or is_whole(value) else list(cast(Sequence[Any], value))
     if any(isinstance(word, str) and not word.strip() for word in words):
-        raise BadParameter("an empty bad word bans nothing; leave it out")
+        raise BadParameter(
+            "an empty bad word, or one of white space alone, cannot be banned as text; leave it out, or give token ids"
+        )
     return words
 
 

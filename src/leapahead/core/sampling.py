@@ -58,7 +58,8 @@ class SamplingParams:
         frequency_penalty: subtracted as often as the token is in the output so far.
         processors: the user's own, see `LogitsProcessor`.
         grammar: the form of the text: tokens that it does not allow are banned. None for any text.
-        temperature: 0 for greedy decoding, which skips the filters below, or at least `LEAST_TEMPERATURE`.
+        temperature: 0 for greedy decoding, which skips the filters below, or at least `LEAST_TEMPERATURE`, and
+            finite in float32.
         top_k: keep the k likeliest tokens (all tokens that tie with the last of them stay). 0 is off.
         top_p: keep the likeliest tokens until their mass reaches p. 1 is off.
         min_p: keep tokens at least min_p times as likely as the likeliest. 0 is off.
@@ -111,8 +112,8 @@ class SamplingParams:
             object.__setattr__(self, name, finite(name, getattr(self, name)))
         check(
             "temperature",
-            f"0 (greedy decoding) or a finite number of at least {LEAST_TEMPERATURE:g}",
-            lambda value: value == 0 or LEAST_TEMPERATURE <= value < math.inf,
+            f"0 (greedy decoding), or from {LEAST_TEMPERATURE:g} to {LARGEST:.2g}, the greatest number of float32",
+            lambda value: value == 0 or LEAST_TEMPERATURE <= value <= LARGEST,
         )
         check("top_p", "above 0 and at most 1", lambda value: 0 < value <= 1)
         check("min_p", "between 0 and 1", lambda value: 0 <= value <= 1)
