@@ -49,7 +49,7 @@ from transformers import (
 )
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from leapahead import Budget, DrafterCache, Proposal, SequenceDrafter, SequenceView, Stats, TokenTree
@@ -586,6 +586,9 @@ def test_stop_strings_in_a_batch_and_in_configs(llama: Any, tokenizer: Any) -> N
     strings = [text[5:8], text[9:10]]
     expected = theirs(llama, inputs, stop_strings=strings, tokenizer=tokenizer, **base).tolist()
     assert run(llama, inputs, stop_strings=strings, tokenizer=tokenizer, **base).tolist() == expected
+    own = {"stopping_criteria": StoppingCriteriaList([StopStringCriteria(tokenizer, text[5:8])]), **base}
+    expected_own = theirs(llama, inputs, stop_strings=text[3], tokenizer=tokenizer, **own).tolist()
+    assert run(llama, inputs, stop_strings=text[3], tokenizer=tokenizer, **own).tolist() == expected_own
     config = GenerationConfig(stop_strings=strings, pad_token_id=PAD, **base)
     assert hf.run(llama, **inputs, generation_config=config, tokenizer=tokenizer).tolist() == expected
     assert config.stop_strings == strings

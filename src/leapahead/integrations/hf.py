@@ -253,8 +253,10 @@ def _take_stop_strings(model: Any, kwargs: dict[str, Any], tokenizer: Any) -> No
         return
     if tokenizer is None:
         raise BadParameter(f"stop_strings={strings!r} need the tokenizer; pass tokenizer=...")
-    kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
-    kwargs["stopping_criteria"] = StoppingCriteriaList(kwargs["stopping_criteria"])
+    criteria = list(kwargs.get("stopping_criteria") or ())
+    if not any(type(each) is StopStringCriteria for each in criteria):  # which takes precedence in Transformers
+        criteria.append(StopStringCriteria(tokenizer, strings))
+    kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
     if getattr(kwargs.get("generation_config"), "stop_strings", None) is not None:
         kwargs["generation_config"] = copy.deepcopy(kwargs["generation_config"])
         kwargs["generation_config"].stop_strings = None
