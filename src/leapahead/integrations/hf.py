@@ -65,10 +65,10 @@ def generate(
 ) -> Any:
     """The decoding loop for `model.generate(**inputs, custom_generate=leapahead.hf.generate, ...)`.
 
-    Greedy text equals that of Transformers. Sampled text has the distribution of Transformers, and with a given seed it
-    is the text of `drafter="plain"` with that seed, whatever the batch and the drafter (but "speculative_sampling",
-    which keeps the distribution only). It is not the text that Transformers draws, which uses its random numbers in
-    another order.
+    Greedy text equals that of Transformers, but in padded batches of models that count the padding, where it is that of
+    the row alone. Sampled text has the distribution of Transformers, and with a given seed it is the text of
+    `drafter="plain"` with that seed, whatever the batch and the drafter (but "speculative_sampling", which keeps the
+    distribution only). It is not the text that Transformers draws, which uses its random numbers in another order.
 
     A `streamer`, a `tokenizer` (for `stop_strings`, or a `prediction` as text) and an `assistant_model` never reach a
     callable. Use `run` with them.
