@@ -237,6 +237,18 @@ def test_forced_and_suppressed_tokens(llms: dict[str, LLM]) -> None:
     assert handle.tokens == tokens
 
 
+def test_settings_are_read_as_transformers_reads_them() -> None:
+    """A forced token that only the config names is not forced, and bad words do not ban an end of the text."""
+    model, prompt = build("bart"), sources()[1]
+    assert model.config.forced_eos_token_id == 2
+    model.generation_config.forced_eos_token_id = None
+    model.generation_config.eos_token_id = [2, own_text(model, prompt, 9)[3]]
+    model.generation_config.bad_words_ids = [[7], model.generation_config.eos_token_id[1:]]
+    llm = LLM(model, drafter="plain")
+    for length in (3, 9):
+        assert llm.generate(prompt, max_new_tokens=length).tokens == own_text(model, prompt, length)
+
+
 def test_stop_strings_criteria_and_processors(llms: dict[str, LLM]) -> None:
     """What a user's function is given are the tokens of the decoder, its start token among them."""
     llm, prompt = llms["t5"], sources()[1]

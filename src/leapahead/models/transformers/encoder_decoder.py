@@ -222,16 +222,17 @@ def _executors(model: DecoderView, usual_length: int) -> Iterator[executors.Name
 
 
 def _decoder(model: Any, vocab_size: int) -> Decoder:
-    """What the generation config and the config say of a model's texts, by the priorities of Transformers.
+    """What the generation config says of a model's texts, as Transformers reads it.
+
+    Where it does not say how they begin, the config may.
 
     Raises:
         Refused: they do not say how a text begins, or ask for what is not supported.
         BadParameter: they name something else than tokens of the vocabulary.
     """
-    configs = getattr(model, "generation_config", None), model.config
 
     def field(name: str) -> Any:
-        return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
+        return getattr(model.generation_config, name, None)
 
     def tokens(name: str, found: Any) -> tuple[int, ...]:
         """One token, or a list of them."""
@@ -243,8 +244,9 @@ def _decoder(model: Any, vocab_size: int) -> Decoder:
             )
         return tuple(listed)
 
-    start = field("decoder_start_token_id")
-    start = field("bos_token_id") if start is None else start
+    names, configs = ("decoder_start_token_id", "bos_token_id"), (model.generation_config, model.config)
+    given = [getattr(config, name, None) for name in names for config in configs]
+    start = next((token for token in given if token is not None), None)
     if not isinstance(start, int):
         raise Refused(
             f"{type(model).__name__} does not say which token its texts begin with (decoder_start_token_id={start!r}); "
@@ -259,12 +261,14 @@ def _decoder(model: Any, vocab_size: int) -> Decoder:
         raise BadParameter(
             f"bad_words_ids={words!r} of the model's configuration is not possible: give lists of tokens"
         )
+    eos = field("eos_token_id")
+    ends = [[token] for token in (eos if isinstance(eos, list) else [eos])]  # which bad words do not ban
     return Decoder(
         tokens("decoder_start_token_id", start),
         next(iter(tokens("forced_bos_token_id", forced_bos)), None),
         tokens("forced_eos_token_id", field("forced_eos_token_id")),
         (
-            *(tokens("bad_words_ids", word) for word in words),
+            *(tokens("bad_words_ids", word) for word in words if word not in ends),
             *((token,) for token in tokens("suppress_tokens", field("suppress_tokens"))),
         ),
         _longest_source(model),
