@@ -994,6 +994,24 @@ def test_corrections_do_not_make_a_measurement_younger() -> None:
     assert store.read(1) is None
 
 
+@pytest.mark.parametrize(("sequences", "age"), [(1, MOST_AGE), (4, MOST_AGE), (4, -MOST_AGE)])
+def test_what_replaces_an_entry_that_is_too_old_can_be_read(sequences: int, age: float) -> None:
+    """A slow model's measurement is never stored, and a batch's profile never measured: steps alone write them."""
+    target = Timed()
+    store = ProfileStore(target.info.fingerprint)
+    store.write({sequences: LatencyProfile({sequences: 1.0, 9: 2.0})}, measured=True)
+    content = json.loads(store.path.read_text())
+    content["profiles"][str(sequences)]["measured"] -= age + 1
+    store.path.write_text(json.dumps(content))
+    assert store.read(sequences) is None
+    here = profiles(target)
+    here.profile(sequences)
+    for rows in [sequences, 9] * LEAST_STEPS:
+        here.observe(Forward(0.1 + 0.01 * rows, Cost(rows, sequences, 9)))
+    assert here.keep()
+    assert store.read(sequences) is not None
+
+
 WRITER = """
 import sys
 from leapahead.planner.latency import LatencyProfile

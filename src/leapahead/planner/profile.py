@@ -282,7 +282,7 @@ class ProfileStore:
         """
         try:
             found = self._entries()[str(sequences)]
-            if not 0 <= time() - found["measured"] <= MOST_AGE:
+            if not _is_young(found["measured"]):
                 return None
             seconds = {int(n): float(seconds) for n, seconds in found["seconds"].items()}
             if max(seconds) > MOST_ROWS or not all(LEAST_SECONDS <= each <= MOST_SECONDS for each in seconds.values()):
@@ -297,7 +297,8 @@ class ProfileStore:
 
         Args:
             profiles: by number of sequences.
-            measured: whether they were measured just now. Otherwise they keep the age that they had.
+            measured: whether they were measured just now. Otherwise they keep the age that they had, unless that is too
+                great to be read.
 
         Returns:
             False where the file cannot be written.
@@ -308,11 +309,13 @@ class ProfileStore:
             before = entries.get(str(sequences))
             is_new = measured or profile.contradicted
             age = before.get("measured") if isinstance(before, dict) and not is_new else None
+            if not _is_young(age):  # nobody reads such an entry, so this profile does not come from it
+                age = None
             if sequences == 1 and age is None and not measured:  # sizes that pay may be among those never seen
                 age = now + STEPS_AGE - MOST_AGE
             profile.contradicted = False
             entries[str(sequences)] = {
-                "measured": age if isinstance(age, (int, float)) else now,
+                "measured": now if age is None else age,
                 "steps": profile.steps,
                 "seconds": {n: float(f"{seconds:.6g}") for n, seconds in profile.to_store().items()},
             }
@@ -328,6 +331,11 @@ class ProfileStore:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass
         return {}
+
+
+def _is_young(measured: Any) -> bool:
+    """Whether a profile of that time may be read: it is not too old, and the clock was not set back since."""
+    return isinstance(measured, (int, float)) and 0 <= time() - measured <= MOST_AGE
 
 
 @cache
