@@ -37,6 +37,7 @@ WIDEST = 16  # paths of one sequence in one draft forward
 # With a fixed number of nodes: the tokens that a forward must be expected to add where the tree has all its nodes, and
 # the steps without a forward after which one is run all the same, since the text may have become easier to predict.
 LEAST_GAIN, LONGEST_WITHOUT = 0.01, 64
+FASTER = 0.7  # times the expected time: a draft forward that takes less is tried again soon
 TOO_SLOW = "it is slower than the target"
 
 
@@ -78,6 +79,8 @@ class DraftForwards:
 
     Attributes:
         planned: whether forwards are run where they pay by the latency profiles, since neither number is fixed.
+        slow: the models that were measured to be slower than the target, which are not used.
+        steps_without: of each model, steps since its last forward, of all texts, drafting suspended or not.
     """
 
     def __init__(
@@ -85,7 +88,8 @@ class DraftForwards:
     ) -> None:
         self.models, self.acceptance, self.depth, self.nodes = list(models), acceptance, depth, nodes
         self.planned = not (depth or nodes)
-        self._reported: set[ForwardModel] = set()  # too slow, and reported
+        self.slow: list[ForwardModel] = []
+        self.steps_without = Counter[ForwardModel]()
 
     def sources(self) -> list[ForwardSource]:
         """New sources, for one sequence."""
@@ -99,36 +103,32 @@ class DraftForwards:
         """Measures the draft models' latency profiles, outside of every request's time.
 
         A draft model that seems to be slower than the target is measured again, and so is the target: their stored
-        profiles may be of times in which the machine was differently busy.
+        profiles may be of times in which the machine was differently busy. What steps take later excludes none, since
+        it may become slower for a while only: then its forwards do not pay, and are tried again.
         """
         if not self.planned:
             return  # the profiles are not read
         for model in self.models:
             model.prepare()
-        if target is not None and (slow := self.slow(latency)):
-            for model in slow:
-                model.measure()
-            latency.measure(target)
-
-    def slow(self, latency: LatencyProfiles, sequences: int = 1) -> list[ForwardModel]:
-        """The draft models of which a forward over one row per sequence takes as long as one of the target."""
-        if not self.planned:
-            return []  # their forwards are the user's wish
-        plain = latency.profile(sequences)(sequences)
-        return [model for model in self.models if model.latency.profile(sequences)(sequences) >= plain]
-
-    def report_slow(self, model: ForwardModel, target: str, latency: LatencyProfiles, sequences: int) -> None:
-        """Warns that a draft model is too slow to be used, once."""
-        if model in self._reported:
+        if target is None or not (slow := self._slower(latency)):
             return
-        self._reported.add(model)
-        own, whole = (each.profile(sequences)(sequences) for each in (model.latency, latency))
-        warnings.warn(
-            f"{model.title} takes {1e3 * own:.1f} ms per token and the target {target} "
-            f"{1e3 * whole:.1f} ms, so it cannot make decoding faster; use a smaller one",
-            UserWarning,
-            stacklevel=2,
-        )
+        for model in slow:
+            model.measure()
+        latency.measure(target)
+        self.slow = self._slower(latency)
+        for model in self.slow:
+            own, whole = (each.profile(1)(1) for each in (model.latency, latency))
+            warnings.warn(
+                f"{model.title} takes {1e3 * own:.1f} ms per token and the target {target.info.name} "
+                f"{1e3 * whole:.1f} ms, so it cannot make decoding faster; use a smaller one",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _slower(self, latency: LatencyProfiles) -> list[ForwardModel]:
+        """The draft models of which a forward over one row takes as long as one of the target."""
+        plain = latency.profile(1)(1)
+        return [model for model in self.models if model.latency.profile(1)(1) >= plain]
 
 
 class StepForwards:
@@ -137,24 +137,21 @@ class StepForwards:
     Args:
         forwards: of the drafter.
         plan: of the step.
-        target: its name, for messages.
         sources: of all sequences that draft.
 
     Attributes:
         seconds: that they have taken, reading of prompts included.
     """
 
-    def __init__(self, forwards: DraftForwards, plan: StepPlan, target: str, sources: Iterable[Source]) -> None:
+    def __init__(self, forwards: DraftForwards, plan: StepPlan, sources: Iterable[Source]) -> None:
         self.forwards, self.plan = forwards, plan
         self.seconds = 0.0
         drafts = [source for source in sources if isinstance(source, ForwardSource)]
         self._runs: Counter[ForwardModel] = Counter()
         self._sizes: dict[Source, int] = {}  # of the tree when a draft model was run for it, the root counted
-        for model in forwards.slow(plan.latency, plan.sequences):
-            forwards.report_slow(model, target, plan.latency, plan.sequences)
-            for source in drafts:
-                if source.model is model and not source.failed:
-                    source.fail(TOO_SLOW)
+        for source in drafts:
+            if source.model in forwards.slow and not source.failed:
+                source.fail(TOO_SLOW)
         self._read_ahead([source for source in drafts if source.reading])
 
     def more(self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int]) -> bool:
@@ -231,7 +228,8 @@ class StepForwards:
                 missing += source.missing + source.beside
             else:  # the prompt is read once, for all tokens that may follow
                 opening += own(source.missing) / max(1, search.budget.depth)
-            if source.steps_without * COST_SHARE * curve(plan.sequences) > own(source.missing + 1):
+            without = max(source.steps_without, self.forwards.steps_without[model])
+            if without * COST_SHARE * curve(plan.sequences) > own(source.missing + 1):
                 probing |= not self._runs[model]  # it has not paid for long: is that still so?
         rows = plan.rows(kept)
         tokens = float(plan.sequences - len(searches))
@@ -290,9 +288,13 @@ class StepForwards:
         began = self.plan.latency.clock()
         model = chosen[0].source.model
         forward = type(chosen[0].source).draft(ready) if ready else None
+        is_faster = False  # than it was: only several forwards in a row show that, so it is tried again
         if forward is not None:
+            profile = model.latency.profile(forward.cost.sequences)
+            is_faster = not profile.fixed and forward.seconds < FASTER * profile(forward.cost.rows)
             model.latency.observe(forward)
         self._runs[model] += 1
+        self.forwards.steps_without[model] *= is_faster
         self.seconds += self.plan.latency.clock() - began
         return forward is not None
 

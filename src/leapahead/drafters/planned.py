@@ -216,8 +216,9 @@ class Planned(Drafter):
         if (guard := self._guards.get(total)) is None:
             guard = self._guards[total] = Guard()
         self._spent = 0.0
-        self._vain += 1
-        self._since_gain += 1
+        self._vain, self._since_gain = self._vain + 1, self._since_gain + 1
+        if self.draft_forwards is not None:
+            self.draft_forwards.steps_without.update(self.draft_forwards.models)
         active = self._active(sequences, budgets, total, guard)
         if not active:
             return proposals(sequences, {}, {})
@@ -237,7 +238,7 @@ class Planned(Drafter):
         forwards = None
         if self.draft_forwards is not None:
             sources = [source for drafting in active.values() for source in drafting.sources]
-            forwards = StepForwards(self.draft_forwards, plan, self.host.info.name, sources)
+            forwards = StepForwards(self.draft_forwards, plan, sources)
         while True:
             searches = self._searches(active, budgets)
             if guard.suspended:  # the sources are asked all the same, and compared with what the target chooses
