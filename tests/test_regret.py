@@ -7,6 +7,7 @@ from statistics import mean
 import pytest
 
 from leapahead.core.stop import StopParams
+from leapahead.drafters.plain import Plain
 from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.planner.acceptance import AcceptanceTable
@@ -197,3 +198,64 @@ def test_plain_steps_are_requested_but_not_for_ever() -> None:
     assert [guard.requests_plain(False) for _ in range(REQUEST_PAUSE)] == [False] * REQUEST_PAUSE
     assert guard.requests_plain(True)  # the pause has passed, although no plain step was wanted in it
     assert not Guard().requests_plain(False)
+
+
+def test_a_suspension_ends_in_a_batch_with_other_drafters() -> None:
+    """The guard once judged only steps in which all sequences were its drafter's, so that a verdict never came."""
+    world = World(Case("right", "cheap", "good", sequences=2), 0)
+    target = Target(world)
+    engine = Engine(target, latency=start(world, target, "right"), acceptance=AcceptanceTable())
+    drafter = engine.drafter(guessing := Guessing(world))
+    guard = guessing._guards[2] = Guard()
+    while not guard.checking:
+        drafted(guard, tokens=1.0)
+    stop = StopParams(max_new_tokens=100)
+    handles = [
+        engine.submit(Request([0], drafter, stop=stop)),
+        engine.submit(Request([1], engine.drafter(Plain), stop=stop)),
+    ]
+    engine.run(handles)
+    assert handles[0].stats.drafted > 20
+
+
+def test_the_loss_of_a_step_counts_what_all_sequences_have_committed() -> None:
+    """Those of other drafters, and those that end in the step."""
+    world = World(Case("right", "cheap", "good", sequences=3), 0)
+    target = Target(world)
+    engine = Engine(target, latency=start(world, target, "right"), acceptance=AcceptanceTable())
+    drafter = engine.drafter(guessing := Guessing(world))
+    guessing._guards[3] = guard = Watched()
+    stops = [StopParams(max_new_tokens=tokens) for tokens in (30, 60, 60)]
+    drafters = [drafter, drafter, engine.drafter(Plain)]
+    handles = [engine.submit(Request([n], each, stop=stops[n])) for n, each in enumerate(drafters)]
+    while not handles[0].done:
+        before = sum(len(handle.tokens) for handle in handles)
+        engine.step()
+        committed = sum(len(handle.tokens) for handle in handles) - before
+    engine.step()
+    assert guard.tokens[-1] == committed / 3
+    assert guard.tokens[-1] > 1
+
+
+class Watched(Guard):
+    """Keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[float] = []
+
+    def observe_drafted(self, seconds: float, expected: float, tokens: float, plain: float) -> None:
+        self.tokens.append(tokens)
+        super().observe_drafted(seconds, expected, tokens, plain)
+
+
+def test_steps_in_which_others_draft_end_suspensions_and_put_off_verdicts() -> None:
+    guard = Guard()
+    steps_until_suspended(guard, tokens=1.0)
+    for _ in range(FIRST):
+        guard.pass_by()
+    assert not guard.suspended
+    while not guard.checking:
+        drafted(guard, tokens=1.0)
+    guard.pass_by()
+    assert not guard.checking

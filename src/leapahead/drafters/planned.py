@@ -86,7 +86,8 @@ class Planned(Drafter):
         self._guards: dict[int, Guard] = {}  # by number of sequences
         self._vain = 0  # steps since a draft paid, or was near to it
         self._since_gain = 0  # steps since the profile was told a gain
-        self._reported: tuple[Forward | None, int, int] = (None, 0, 0)  # the last forward, its steps seen, their tokens
+        self._forward: Forward | None = None  # since the last proposal
+        self._drafted = 0  # nodes of the last proposal
         self._sequences: dict[SequenceView, Drafting] = {}
 
     @abstractmethod
@@ -138,7 +139,10 @@ class Planned(Drafter):
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
         began = self.host.latency.clock()
-        self._judge(steps if self._reads_time else ())
+        for step in steps if self._reads_time else ():
+            if step.forward is not self._forward:
+                self._forward = step.forward
+                self.host.latency.observe(step.forward)
         for sequence, step in zip(sequences, steps, strict=True):
             drafting = self._sequences[sequence]
             for source in drafting.sources if self.capture.hidden else ():
@@ -152,27 +156,20 @@ class Planned(Drafter):
                     self._vain = 0
         self._observing += self.host.latency.clock() - began
 
-    def _judge(self, steps: Sequence[Step]) -> None:
-        """Tells the latency profile of each forward, and the guard, once all steps of one were seen."""
-        forward, seen, tokens = self._reported
-        for step in steps:
-            if step.forward is not forward:
-                forward, seen, tokens = step.forward, 0, 0
-                self.host.latency.observe(forward)
-            seen, tokens = seen + 1, tokens + len(step.tokens)
-            if seen == forward.cost.sequences and forward.is_usual and not self.nodes:
-                self._compare(forward, tokens)
-        self._reported = forward, seen, tokens
-
-    def _compare(self, forward: Forward, tokens: int) -> None:
-        """Tells the guard of a forward that has committed so many tokens."""
+    def _judge(self) -> None:
+        """Tells the guard of the last forward, in which other drafters' sequences may have taken part."""
+        forward, self._forward = self._forward, None
+        if forward is None or self.nodes or not forward.is_usual:
+            return
         sequences, rows = forward.cost.sequences, forward.cost.rows
         guard, latency = self._guards.get(sequences), self.host.latency
         if guard is None or (rows <= sequences and guard.settled) or (profile := latency.profile(sequences)).fixed:
             return
-        if rows > sequences:
+        if len(forward.committed) != sequences or forward.drafted != self._drafted:
+            guard.pass_by()
+        elif rows > sequences:
             spent, expected = forward.seconds + self._spent, profile(rows) + self._spent
-            guard.observe_drafted(spent, expected, tokens / sequences, profile(sequences))
+            guard.observe_drafted(spent, expected, sum(forward.committed) / sequences, profile(sequences))
         else:
             guard.observe_plain(profile(sequences))
 
@@ -212,10 +209,11 @@ class Planned(Drafter):
 
     def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         began = self.host.latency.clock()
+        self._judge()
         total = max(len(sequences), self.host.running())
         if (guard := self._guards.get(total)) is None:
             guard = self._guards[total] = Guard()
-        self._spent = 0.0
+        self._spent, self._drafted = 0.0, 0
         self._vain, self._since_gain = self._vain + 1, self._since_gain + 1
         if self.draft_forwards is not None:
             self.draft_forwards.steps_without.update(self.draft_forwards.models)
@@ -264,6 +262,7 @@ class Planned(Drafter):
         spent = self.host.latency.clock() - began + self._observing - forwarding
         self._observing = 0.0
         self._spent = spent + forwarding + self._resized(plan)
+        self._drafted = sum(len(each.tree) - 1 for each in found)
         self._drafting_time.observe(spent, sum(kept.values()) - len(kept))
         return found
 

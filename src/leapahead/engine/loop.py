@@ -192,6 +192,7 @@ class Running:
         self.session.commit(verdict)
         self.view.replay = self.session.replay
         clock.charge("commit", self.stats)
+        forward.committed.append(len(verdict.tokens))
         step = Step(proposal, choices, verdict, position, forward)
         if not self.finished:
             self.drafter.observe([self.view], [step])
@@ -224,8 +225,7 @@ class Running:
         )
 
     def _count(self, step: Step) -> None:
-        stats, tree, verdict = self.stats, step.proposal.tree, step.verdict
-        size = len(tree)
+        stats, tree, verdict, size = self.stats, step.tree, step.verdict, len(step.tree)
         stats.steps += 1
         stats.committed += len(verdict.tokens)
         stats.nodes += size
@@ -299,7 +299,7 @@ def step(
         forward = _share(clock, batch, choices, unread, cost)
     else:
         choices = target.step(sessions, trees, capture=capture)
-        forward = Forward(clock.share("forward", batch), cost, choices[0].prepares)
+        forward = Forward(clock.share("forward", batch), cost, choices[0].prepares, sum(map(len, trees)) - len(batch))
     outputs = []
     try:
         for running, chosen in zip(batch, choices, strict=True):

@@ -6,7 +6,7 @@ Imports neither targets nor drafters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -118,11 +118,15 @@ class Forward:
         seconds: wall clock.
         cost: its size.
         prepares: see `Choices.prepares`.
+        drafted: nodes of all sequences, roots excluded.
+        committed: tokens of each sequence that has taken part, in the order of their commits; complete after the step.
     """
 
     seconds: float
     cost: Cost
     prepares: bool = False
+    drafted: int = 0
+    committed: list[int] = field(default_factory=list)
 
     @property
     def is_usual(self) -> bool:

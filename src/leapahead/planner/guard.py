@@ -135,6 +135,11 @@ class Guard:
             self._length = FIRST
         self._recent, self._settled = [], self._losses
 
+    def pass_by(self) -> None:
+        """A step that cannot be judged, since other drafters drafted in it, too: a verdict is put off."""
+        self._suspended -= self.suspended
+        self._checks = 0
+
     @property
     def _lost(self) -> bool:
         """Whether the excess is greater than chance explains."""

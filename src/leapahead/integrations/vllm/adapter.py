@@ -217,7 +217,7 @@ class Adapter:
         rows = self._requests + drafted
         read = max((batch.rows or rows) - rows, int(irregular))
         seconds = began - self._ended if self._ended is not None else 0.0
-        return Forward(seconds, Cost(rows, self._requests, context, read))
+        return Forward(seconds, Cost(rows, self._requests, context, read), drafted=drafted)
 
     def _steps(
         self, batch: Batch, known: Sequence[tuple[int, sequences.Sequence]], forward: Forward
@@ -237,6 +237,7 @@ class Adapter:
                 self.figures.resynchronised += 1
             else:
                 self.figures.count(step)
+                forward.committed.append(len(step.tokens))
                 found.append((sequence.view, step))
             sequence.proposal = None
             sequence.extend(new)
