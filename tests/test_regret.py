@@ -11,6 +11,7 @@ from leapahead.drafters.plain import Plain
 from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.planner.acceptance import AcceptanceTable
+from leapahead.planner.draft import Forward
 from leapahead.planner.guard import CHECKS, FIRST, LEAST, MOST_REQUESTS, REQUEST_PAUSE, Guard
 from research import simulation
 from research.regret import ALLOWED, Outcome, cases, row, run
@@ -259,3 +260,20 @@ def test_steps_in_which_others_draft_end_suspensions_and_put_off_verdicts() -> N
         drafted(guard, tokens=1.0)
     guard.pass_by()
     assert not guard.checking
+
+
+def test_the_time_of_drafting_is_that_of_steps_in_which_sources_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What suspended steps take was once charged to the next one that asks, so that sources were asked less often."""
+    world = World(Case("right", "llama.cpp", "useless"), 0)
+    target = Target(world)
+    engine = Engine(target, latency=start(world, target, "right"), acceptance=AcceptanceTable())
+    observe = engine.latency.observe
+
+    def slow(forward: Forward) -> None:
+        world.work(0.1 * world.unit, noise=False)
+        observe(forward)
+
+    monkeypatch.setattr(engine.latency, "observe", slow)
+    drafter = engine.drafter(guessing := Guessing(world))
+    engine.run([engine.submit(Request([0], drafter, stop=StopParams(max_new_tokens=300)))])
+    assert guessing._drafting_time(0) == pytest.approx(world.drafting, rel=0.2)

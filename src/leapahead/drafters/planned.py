@@ -81,7 +81,7 @@ class Planned(Drafter):
         self.probes: ProbeGroups | None = None
         self.left_out: dict[str, str] = {}
         self._drafting_time = DraftingTime()
-        self._observing = 0.0  # seconds spent in `observe` since the last proposal
+        self._observing = 0.0  # seconds that sources and estimates have taken to learn since they were asked last
         self._spent = 0.0  # seconds that the last proposal took, `observe` and `_resized` included
         self._guards: dict[int, Guard] = {}  # by number of sequences
         self._vain = 0  # steps since a draft paid, or was near to it
@@ -138,7 +138,6 @@ class Planned(Drafter):
             source.read_prompt(sequence, rows)
 
     def observe(self, sequences: Sequence[SequenceView], steps: Sequence[Step]) -> None:
-        began = self.host.latency.clock()
         for step in steps if self._reads_time else ():
             if step.forward is not self._forward:
                 self._forward = step.forward
@@ -149,12 +148,13 @@ class Planned(Drafter):
                 if source.capture.hidden:
                     source.committed(sequence, step)
             if drafting.asked and drafting.search is not None:
+                began = self.host.latency.clock()
                 if self.probes is not None:
                     self.probes.observe(sequence, drafting.sources, step)
                 drafting.search.observe(step)
                 if not self.nodes and drafting.observe_choice(step):
                     self._vain = 0
-        self._observing += self.host.latency.clock() - began
+                self._observing += self.host.latency.clock() - began
 
     def _judge(self) -> None:
         """Tells the guard of the last forward, in which other drafters' sequences may have taken part."""
