@@ -119,6 +119,9 @@ def test_invalid_utf_8_is_one_sentence(leapahead: Any, args: list[str], stdin: b
         ),
         (("chat", "--head", "."), ". is no head: it has no config.json"),
         (("explain", PROMPT, "--draft", "./draft"), "there is no folder './draft'"),
+        (("generate", PROMPT, "-o", "max_batch=2"), "drafter 'auto' has no option 'max_batch'"),  # an argument of `LLM`
+        (("chat", "-o", "tokenizer=nowhere"), "drafter 'auto' has no option 'tokenizer'"),
+        (("explain", PROMPT, "-o", "drafter=plain"), "drafter 'auto' has no option --drafter"),
         (("check", "-o", "depths=1"), "none of these drafters has an option 'depths'"),
         (("check", "-d", "auto", "-W", "3"), "none of these drafters has an option --window"),
         (("check", "-d", "datastore"), "the drafter 'datastore' needs file=..."),

@@ -791,6 +791,7 @@ def test_a_prompt_that_is_too_long() -> None:
         (ToyTarget(), {"threads": 2}, r"LLM has no option 'threads' \(did you mean 'n_threads'\?\)"),
         (ToyTarget(), {"torch_dtype": "float32"}, "LLM has no option 'torch_dtype' .did you mean 'dtype'"),
         (ToyTarget(), {"drafter_options": {}}, "drafter 'auto' has no option 'drafter_options'; it has sources"),
+        (ToyTarget(), {"temperature": 0.5}, "LLM has no option 'temperature'; give it to generate or stream"),
         (ToyTarget(), {"drafter": "prompt_lookup", "nodes": 3}, "drafter 'prompt_lookup' has no option 'nodes';"),
         (ToyTarget(), {"nods": 3}, "drafter 'auto' has no option 'nods' .did you mean 'nodes'"),
         (ToyTarget(), {"nodes": -1}, "nodes=-1"),

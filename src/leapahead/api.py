@@ -322,7 +322,8 @@ class LLM:
 
 
 def check_spelling(options: Iterable[str], drafter: str | registry.DrafterClass) -> None:
-    """Refuses an option that the drafter does not have where one of `LLM` or of an engine has the most similar name.
+    """Refuses an option that the drafter does not have where it is one of `generate`, or where one of `LLM` or of an
+    engine has the most similar name.
 
     Raises:
         BadParameter: there is one; or the drafter is unknown.
@@ -330,6 +331,8 @@ def check_spelling(options: Iterable[str], drafter: str | registry.DrafterClass)
     of_drafter = registry.options(registry.kind_of(drafter))
     others = [name for name in (*signature(LLM).parameters, *loading.ENGINE_OPTIONS) if name != "options"]
     for name in options:
+        if name in {*Options.__annotations__} - {*of_drafter, "drafter_options"}:
+            raise BadParameter(f"LLM has no option {name!r}; give it to generate or stream")
         meant = similar(name, [*of_drafter, *others], cutoff=0.75)
         if name not in of_drafter and meant in others:
             raise BadParameter(f"LLM has no option {name!r} (did you mean {meant!r}?)")

@@ -33,6 +33,7 @@ from leapahead.cli.options import (
 from leapahead.cli.text_input import prompt_text, to_complete, utf8_only
 from leapahead.core.errors import BadParameter
 from leapahead.core.relaxed import EXACT
+from leapahead.drafters import registry
 from leapahead.inputs import Options, check_prediction, check_values
 from leapahead.results import Result
 
@@ -150,6 +151,7 @@ def open_llm(values: dict[str, Any], max_batch: int = 1, prefill_chunk: int | No
     """The model and drafter of a command's values, closed when the command ends; before, its drafter cache is saved."""
     drafter = values.pop("drafter")
     drafter_options = drafter_arguments(values, [drafter])
+    registry.check_options(drafters.load(drafter), drafter_options)  # or others would be arguments of `LLM`
     model = model_arguments(values)
     with screen.loading(model["model"]):
         llm = LLM(

@@ -7,6 +7,7 @@ docs/contributing/write-a-drafter.md. A built-in name cannot be replaced.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -96,6 +97,21 @@ def options(drafter: DrafterClass) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in inspect.signature(drafter).parameters.items() if p.kind != p.VAR_KEYWORD}
 
 
+def check_options(drafter: DrafterClass, given: Iterable[str]) -> None:
+    """Refuses a name that is no option of a drafter class.
+
+    Raises:
+        BadParameter: there is one.
+    """
+    known = options(drafter)
+    for option in given:
+        if option not in known:
+            raise BadParameter(
+                f"drafter {drafter.name!r} has no option {option!r}{meant(option, known)}; "
+                + (f"it has {', '.join(known)}" if known else "it has none")
+            )
+
+
 def kind_of(drafter: str | DrafterClass) -> DrafterClass:
     """The class of a drafter that is given by its name or as a class.
 
@@ -114,7 +130,7 @@ def branching(*drafters: str | DrafterClass) -> str:
     return next((kind.name for kind in map(kind_of, drafters) if TREE in kind.needs), "")
 
 
-def make(drafter: str | DrafterClass, **given: Any) -> Drafter:
+def make(drafter: str | DrafterClass, /, **given: Any) -> Drafter:
     """A new drafter object, for one engine: `Drafter.attach` is called by the engine that takes it.
 
     Args:
@@ -125,13 +141,8 @@ def make(drafter: str | DrafterClass, **given: Any) -> Drafter:
         BadParameter: the drafter is unknown, is no drafter, or does not take such an option or value.
     """
     kind = kind_of(drafter)
-    known = options(kind)
+    check_options(kind, given)
     for option in given:
-        if option not in known:
-            raise BadParameter(
-                f"drafter {kind.name!r} has no option {option!r}{meant(option, known)}; "
-                + (f"it has {', '.join(known)}" if known else "it has none")
-            )
         if option != "seed" and is_whole(given[option]) and given[option] > MOST and _is_ours(kind):
             raise BadParameter(f"{option}={given[option]} is not possible: it must be at most {MOST}")
     draft = given.get("draft") if _is_ours(kind) else None
