@@ -78,9 +78,11 @@ def config(device: str = "cuda", options: dict[str, Any] | None = None, most: in
         get_vocab_size=lambda: VOCAB,
         skip_tokenizer_init=True,
     )
+    parallel = {"rank": 0, "tensor_parallel_size": 1, "world_size": 1, "distributed_executor_backend": None}
     return Some(
         model_config=model,
         speculative_config=Some(num_speculative_tokens=most),
+        parallel_config=Some(**{**parallel, **(more.pop("parallel", {}))}),
         additional_config={"leapahead": {"nodes": 6, **(options or {})}},
         device_config=Some(device_type=device),
         **more,
@@ -179,6 +181,26 @@ def test_a_second_proposer_wraps_nothing_twice(install: Install) -> None:
     assert Runner(second).serve(Job("x", [5], 40)) == {"x": plain_text([5], 40)}
     assert second.figures.drafted
     assert not first.figures.calls
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_the_first_of_the_processes_that_divide_a_model_drafts(
+    install: Install, rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM takes the drafts of that one, and those of the others were logged and counted, too."""
+    install()
+    divided = {"rank": rank, "tensor_parallel_size": 2, "world_size": 4}
+    runner = Runner(Proposer(config(parallel=divided)))
+    assert runner.serve(Job("x", [5], 40)) == {"x": plain_text([5], 40)}
+    assert bool(runner.host.drafted) == (rank == 2)
+    assert not caplog.text
+
+
+def test_processes_that_each_schedule_for_themselves_are_refused(install: Install) -> None:
+    install()
+    with pytest.raises(Refused, match="external_launcher divides a model"):
+        Proposer(config(parallel={"world_size": 2, "distributed_executor_backend": "external_launcher"}))
+    Proposer(config(parallel={"distributed_executor_backend": "external_launcher"}))
 
 
 def test_without_the_wrapped_method_texts_alone_are_drafted_from(

@@ -71,6 +71,7 @@ class Proposer:
                 "VLLM_USE_V2_MODEL_RUNNER=0"
             )
         self._config = vllm_config
+        self._is_asked = _is_asked(vllm_config.parallel_config)
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self.options = parsed(vllm_config.additional_config)
         self._cpu = str(vllm_config.device_config.device_type) == "cpu"
@@ -95,6 +96,8 @@ class Proposer:
         self._forward: Batch | None = None
         self._looked = self._reported = self._saved = monotonic()
         self._errors = 0  # in a row
+        if not self._is_asked:
+            return
         self._make_adapter(frozenset({CHAIN, TOP_K} if self._told else {CHAIN}))
         # Unlike those of `atexit`, these run in forked processes, too, and vLLM may fork its engine.
         Finalize(None, self._end, exitpriority=0)
@@ -110,6 +113,8 @@ class Proposer:
     def load_model(self, target_model: Any, *args: Any, **kwargs: Any) -> None:
         """Wraps `compute_logits` of the loaded model, so that logits can be read."""
         inner = getattr(target_model, "compute_logits", None)
+        if not self._is_asked:
+            return
         if inner is None or not self._told:
             log.warning("leapahead: this model's logits cannot be read, so nothing is recycled from them")
             self._make_adapter(frozenset({CHAIN}))
@@ -277,6 +282,20 @@ def checked_version() -> str:
             f"vLLM {found} is not supported: this version of leapahead drafts inside vLLM {oldest} to {newest}"
         )
     return found
+
+
+def _is_asked(parallel: Any) -> bool:
+    """Whether vLLM takes the drafts of this process: of those that divide a model's tensors it asks the first one.
+
+    Raises:
+        Refused: every process schedules by itself, which only works if all of them draft the same.
+    """
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise Refused(
+            "leapahead's proposer cannot draft where external_launcher divides a model among processes: each would "
+            "plan other drafts, by its own times; use another distributed executor"
+        )
+    return bool(parallel.rank % parallel.tensor_parallel_size == 0)
 
 
 def _wrap_runner() -> bool:
