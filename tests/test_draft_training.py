@@ -109,12 +109,15 @@ def test_a_smaller_vocabulary_is_compared_as_far_as_it_goes(target: Any, texts: 
 def test_answers_of_the_draft_model_are_its_own(target: Any, texts: list[Text]) -> None:
     own = DraftRecipe(student_of(), target, settings_of(on_policy=1.0), ())
     own.module.lm_head.weight.data *= 1000  # its likeliest token has all probability
+    config = own.module.generation_config  # of the model, which is another one then
+    config.no_repeat_ngram_size, config.min_new_tokens = 1, 1
     found = own.own_answers(own.batch(texts[3:7]), 5)
     for text, other in zip(found.texts, texts[3:7], strict=True):
         assert text.prompt == other.prompt
         assert len(text.answer) == 20
         rows = range(len(text.prompt) - 1, len(text.tokens) - 1)
         assert text.answer == logits_of(own.module, text.tokens).argmax(-1)[list(rows)].tolist()
+    assert own.module.generation_config is config
 
 
 def test_answers_of_the_draft_model_follow_the_seed_and_end(target: Any, texts: list[Text]) -> None:

@@ -11,10 +11,13 @@ data", section 3), sampled at temperature 1 when they are needed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.text import Tokenizer
@@ -146,7 +149,10 @@ class DraftRecipe:
         rows = [[0] * (size - len(text.prompt)) + text.prompt for text in batch.texts]
         seen = [[0] * (size - len(text.prompt)) + [1] * len(text.prompt) for text in batch.texts]
         self.module.eval()
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        with (
+            torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
+            _without_generation_config(self.module),
+        ):
             torch.manual_seed(seed)
             found: Tensor = self.module.generate(
                 input_ids=torch.tensor(rows, device=self.device),
@@ -168,3 +174,13 @@ class DraftRecipe:
         """The tokens up to the first that ends a text."""
         length = next((place + 1 for place, token in enumerate(tokens) if token in self.ends), len(tokens))
         return tokens[:length]
+
+
+@contextmanager
+def _without_generation_config(model: Any) -> Iterator[None]:
+    """Within the block, `generate` of a model of Transformers applies what it is told alone, such as no penalties."""
+    before, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
