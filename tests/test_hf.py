@@ -1171,6 +1171,7 @@ def test_a_model_folder_may_bring_it(llama: Any, tmp_path: Path) -> None:
     text = model.generate(SINGLE["input_ids"], drafter="jacobi", block=3, stats=stats, max_new_tokens=12)
     assert text.tolist() == theirs(llama, SINGLE, max_new_tokens=12).tolist()
     assert stats[0].drafted > 0
+    assert model.generate(SINGLE["input_ids"], GenerationConfig(max_new_tokens=12)).tolist() == text.tolist()
     again = model.generate(SINGLE["input_ids"], custom_generate=hf.generate, max_new_tokens=12)
     assert again.tolist() == text.tolist()
     with pytest.raises(Refused, match="custom_generate"):

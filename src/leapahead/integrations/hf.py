@@ -164,6 +164,7 @@ generate.__signature__ = _showing_options(generate)  # type: ignore[attr-defined
 def run(
     model: Any,
     inputs: Tensor | None = None,
+    generation_config: Any = None,
     *,
     drafter: str | type[Drafter] | type[SequenceDrafter] = "auto",
     drafter_options: Mapping[str, Any] | None = None,
@@ -184,6 +185,7 @@ def run(
     Args:
         model: a model of Transformers, or one with PEFT adapters.
         inputs: int64 [batch, length], or `input_ids` in `kwargs`.
+        generation_config: as in `model.generate`.
         drafter, drafter_options: see `generate`; the options of any drafter may also be given directly.
         streamer: receives the prompt, then the tokens, as in Transformers. It is ended also where the call fails, so
             that a thread that reads a `TextIteratorStreamer` never waits forever.
@@ -198,6 +200,7 @@ def run(
     Raises:
         As `generate`.
     """
+    kwargs["generation_config"] = generation_config
     with guarded(streamer) as ended:
         if not families.language_model(model).can_generate():
             raise BadParameter(f"a {type(model).__name__} cannot generate; load the model with AutoModelForCausalLM")
