@@ -184,13 +184,15 @@ class LLM:
             logit_bias: token id -> number that is added to its logits in every step.
             bad_words: strings, token ids or sequences of token ids that must not appear. A string is banned as the
                 tokenizer writes it at the beginning of a text and after a space.
-            min_new_tokens: before so many no EOS and none of `stop_token_ids`; 0 by default.
+            min_new_tokens: before so many no EOS and none of `stop_token_ids`; 0 by default. Strings of `stop` end the
+                text before, too.
             seed: of the Gumbel noise, from 0 to 2**64 - 1: one for all prompts, or a list with one for each; by default
                 one at random for each, which its result holds.
             n: number of samples of each prompt, which is read once. Sample i has the prompt's seed plus i (mod 2**64).
             logprobs: report the log-probability of every token, and of so many likeliest alternatives (0 for none):
                 log-softmax of the model's unprocessed logits. None, the default, reports nothing.
-            stop: a string or a list of strings that end the text, which then ends before them.
+            stop: a string or a list of strings that end the text, which then ends before them. Special tokens have no
+                text; give their ids as `stop_token_ids`.
             stop_token_ids: ids that end the text; like EOS they are the last of its `tokens`.
             ignore_eos: go on after an EOS.
             include_stop: let the text end after the stop string.

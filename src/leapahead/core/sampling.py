@@ -45,11 +45,10 @@ UNSETTLED = -2  # in place of a choice that waits for `choose(..., settle=True)`
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What the target does with its logits. Applied in the order of the attributes, as in Transformers.
+    """What the target does with its logits, in the order of the attributes: as in Transformers but for `forced`.
 
     Attributes:
         bad_words: token sequences that must not appear.
-        forced: pairs of a number of tokens, prompt included, and the ids of which one is chosen after so many.
         min_new_tokens: as long as there are fewer new tokens, the `eos_token_ids` are banned.
         eos_token_ids: see `min_new_tokens`.
         repetition_penalty: > 0; logits of tokens in the prompt or the output are divided by it where positive and
@@ -57,6 +56,7 @@ class SamplingParams:
         presence_penalty: subtracted once from the logit of every token of the output so far.
         frequency_penalty: subtracted as often as the token is in the output so far.
         processors: the user's own, see `LogitsProcessor`.
+        forced: pairs of a number of tokens, prompt included, and the ids of which one is chosen after so many.
         grammar: the form of the text: tokens that it does not allow are banned. None for any text.
         temperature: 0 for greedy decoding, which skips the filters below, or at least `LEAST_TEMPERATURE`, and
             finite in float32.
@@ -70,13 +70,13 @@ class SamplingParams:
     """
 
     bad_words: tuple[tuple[int, ...], ...] = ()
-    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
     min_new_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     processors: tuple[LogitsProcessor, ...] = ()
+    forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
     grammar: CompiledGrammar | None = None
     temperature: float = 0.0
     top_k: int = 0

@@ -201,7 +201,8 @@ class Decoding(Strict):
         stop_token_ids: token ids after which the text ends.
         include_stop_str_in_output: let the text end after the stop string.
         ignore_eos: continue after the model's end of text.
-        min_tokens: no end of text before so many tokens.
+        min_tokens: no end of text and none of stop_token_ids before so many tokens; stop strings end the text before,
+            too.
         presence_penalty, frequency_penalty: subtracted from the logits of tokens that the text has.
         repetition_penalty: above 1, tokens of prompt and text become less likely.
         logit_bias: token id -> number that is added to its logits.
