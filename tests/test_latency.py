@@ -952,6 +952,37 @@ def test_forwards_count_before_a_profile_is_read_an_interruption_is_told_or_many
     assert profile.steps == 2 + MOST_UNSEEN
 
 
+def test_texts_of_another_length_have_a_profile_of_their_own() -> None:
+    """Attention to a long text makes further rows dearer, and requests of both lengths may come in turns."""
+    target = Timed()
+    here = profiles(target)
+    here.put(1, sloping(0.1))
+    for length, slope in ((100, 0.1), (8000, 0.5), (100, 0.1), (8100, 0.5)):
+        here.at(length)
+        if here.profile(1).steps == 0:
+            assert relative(here.profile(1))[8] == pytest.approx(1.7)  # begins as that of the nearest length
+        for rows in [1, 4, 8] * 20:
+            here.observe(Forward(line(slope)(rows), Cost(rows, 1, length)))
+        assert relative(here.profile(1))[8] == pytest.approx(1 + 7 * slope, rel=0.05)
+        assert here.as_dict()["1"]["8"] == pytest.approx(1e3 * here.profile(1)(8), rel=0.01)
+    assert here.keep()
+    assert relative(profiles(target).profile(1))[8] == pytest.approx(1.7, rel=0.05)  # that of short texts is stored
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_what_only_long_texts_have_shown_is_stored_where_nothing_was_measured(is_measured: bool) -> None:
+    target = Timed()
+    here = profiles(target)
+    if is_measured:
+        here.put(1, sloping(0.1))
+    here.at(8000)
+    here.profile(1)
+    for rows in [1, 4] * LEAST_STEPS:
+        here.observe(Forward(line(0.3)(rows), Cost(rows, 1, 8000)))
+    assert here.keep() != is_measured
+    assert relative(profiles(target).profile(1))[4] == pytest.approx(1.3 if is_measured else 1.9, rel=0.05)
+
+
 @pytest.mark.parametrize("is_measured", [False, True])
 def test_what_only_steps_have_shown_is_measured_again_soon(is_measured: bool) -> None:
     """A measurement is stored and contradicted, or none was stored; the sizes that pay may never have been seen."""

@@ -247,6 +247,7 @@ class Engine:
         if not batch and not reads:
             return []
         self._size[0] = max(len(batch), 1)
+        self.latency.at(sum(len(each.session.tokens) for each in batch) // self._size[0])
         try:
             return step(self.target, [*batch, *reads], self.latency.clock, reads)
         except BaseException as error:  # of the forward: it concerns the whole batch

@@ -95,10 +95,9 @@ class LatencyProfile:
         sizes = sorted(seconds)
         if not sizes or sizes[0] < 1 or any(not 0 < seconds[n] < float("inf") for n in sizes):
             raise ValueError(f"a latency profile needs positive seconds of positive sizes, got {dict(seconds)}")
-        self.fixed, self.steps, self.contradicted = fixed, 0, False
+        self.fixed, self.assumed, self.steps, self.contradicted = fixed, assumed, 0, False
         self.bucket, self.prepared = bucket, prepared
         self.changes_cost = bucket > 1 and not prepared  # plain and drafted steps in turns are far slower
-        self._assumed = assumed
         self._first = sizes[0]
         self._prior = {n: seconds[n] / seconds[self._first] for n in sizes} if len(sizes) > 1 else {}
         self._level = log(seconds[self._first])
@@ -212,7 +211,7 @@ class LatencyProfile:
     def to_store(self) -> dict[int, float]:
         """Rows -> seconds at the sizes that were measured and not contradicted since, and at those steps have had."""
         seen = [size.rows for size in self._sizes if size.seen >= BELIEVED]
-        given = [] if self._assumed else list(self._prior)
+        given = [] if self.assumed else list(self._prior)
         return {n: self(n) for n in sorted({self._first, *given, *seen})}
 
     def _relative(self, rows: int) -> float:

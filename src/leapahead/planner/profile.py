@@ -48,13 +48,16 @@ DRAFTING_BASE, DRAFTING_PER_NODE = 1e-4, 2e-5  # seconds assumed before it was o
 USUAL_NODES = 8.0  # unit in which nodes are counted, so that both parameters are learned at the same rate
 EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2", "sve", "asimd")  # best first
 MOST_UNSEEN = 32  # forwards, at most, that were observed and are not yet taken into account
+SHORT_BITS = 10  # texts of fewer than 2 ** 10 tokens share a profile, as do those of up to twice as many, and so on
 MOST_RATIO = 5.0  # an observation counts as at most so many times the expected time
 
 
 class LatencyProfiles:
     """The latency profiles of a target by number of sequences. Thread-safe; an engine has one object and passes it on.
 
-    Sizes are those of `Cost`: the rows and the sequences of the whole forward, whether they draft or not.
+    Sizes are those of `Cost`: the rows and the sequences of the whole forward, whether they draft or not. Attention to
+    a long text makes further rows dearer, so there is a profile for each doubling of the length (`at`), which begins as
+    that of the nearest length. The file has one of them, that of short texts if steps have had such.
 
     Args:
         info: of the target.
@@ -67,10 +70,11 @@ class LatencyProfiles:
     ) -> None:
         self.store = store or ProfileStore(info.fingerprint or info.name)
         self.clock, self._padding = clock, (info.bucket, info.prepared)
-        self._profiles: dict[int, LatencyProfile] = {}
+        self._profiles: dict[tuple[int, int], LatencyProfile] = {}  # by number of sequences, and by length
+        self._length = 0  # of the texts that are decoded now: its doublings
         self._reported: dict[int, tuple[LatencyProfile, int, dict[str, float]]] = {}  # see `as_dict`; at which step
         self._last: Forward | None = None  # that was observed
-        self._unseen: list[Forward] = []  # observed, but not yet taken into account
+        self._unseen: list[tuple[Forward, int]] = []  # observed, but not yet taken into account; and the length then
         self._sizes = RecentSizes(info.prepared)
         self._written = clock()
         self._lock = Mutex()
@@ -96,7 +100,7 @@ class LatencyProfiles:
         """Whether the profile of one sequence is in use or stored; a stored one is used from now on."""
         with self._lock:
             if self.known(1) is None and (stored := self.store.read(1, *self._padding)) is not None:
-                self._profiles[1] = stored
+                self._profiles[1, 0] = stored
             return self.known(1) is not None
 
     def measure(self, target: Target) -> None:
@@ -109,7 +113,7 @@ class LatencyProfiles:
             found = rounds(target, clock=self.clock)
         except LeapaheadError:
             with self._lock:
-                self._profiles.setdefault(1, LatencyProfile.guessed(*self._padding))
+                self._profiles.setdefault((1, 0), LatencyProfile.guessed(*self._padding))
             return
         self.use(found)
 
@@ -119,9 +123,13 @@ class LatencyProfiles:
             self._see()
             bucket, prepared = self._padding
             profile = LatencyProfile(fitted(found), assumed=not agree(found), bucket=bucket, prepared=prepared)
-            self._profiles = {1: profile}
+            self._profiles = {(1, 0): profile}
             if agree(found):
-                self.store.write(self._profiles, measured=True)
+                self.store.write({1: profile}, measured=True)
+
+    def at(self, length: int) -> None:
+        """To be called before a step is planned: the tokens of its texts, on average. 0 where it is never called."""
+        self._length = (max(length, 0) >> SHORT_BITS).bit_length()
 
     def profile(self, sequences: int) -> LatencyProfile:
         """The profile of forwards over so many sequences.
@@ -130,26 +138,36 @@ class LatencyProfiles:
         correct it. Nothing is measured here: without `prepare`, and with nothing stored, it is a guess.
         """
         with self._lock:
-            self._see()
-            found = self._profiles.get(sequences) or self.store.read(sequences, *self._padding)
-            if found is None:
-                found = (
-                    _derived(self.profile(1), sequences) if sequences > 1 else LatencyProfile.guessed(*self._padding)
-                )
-            self._profiles[sequences] = found
-            return found
+            if (found := self.known(sequences)) is not None:
+                return found
+            if (found := self.store.read(sequences, *self._padding)) is not None:
+                self._profiles[sequences, 0] = found
+            else:
+                one = self.profile(1) if sequences > 1 else None
+                found = LatencyProfile.guessed(*self._padding) if one is None else _derived(one, sequences)
+                self._profiles[sequences, self._length] = found
+            return self.known(sequences) or found
 
     def known(self, sequences: int) -> LatencyProfile | None:
-        """The profile of so many sequences, if it is in use already."""
+        """The profile of so many sequences, if one is in use already, whatever the length of the texts."""
         with self._lock:
             self._see()
-            return self._profiles.get(sequences)
+            if (found := self._nearest(sequences)) is not None and (sequences, self._length) not in self._profiles:
+                found = self._profiles[sequences, self._length] = _again(found)
+            return found
+
+    def _nearest(self, sequences: int) -> LatencyProfile | None:
+        """The profile in use of so many sequences with texts of the length that is nearest to the present one."""
+        lengths = [length for count, length in self._profiles if count == sequences]
+        nearest = min(lengths, key=lambda length: (abs(length - self._length), length), default=0)
+        return self._profiles.get((sequences, nearest))
 
     def put(self, sequences: int, profile: LatencyProfile) -> bool:
         """Replaces a profile by one that was just measured, and stores it; False if it could not be written."""
         with self._lock:
             self._see()
-            self._profiles[sequences] = profile
+            self._profiles = {key: known for key, known in self._profiles.items() if key[0] != sequences}
+            self._profiles[sequences, 0] = profile
             return self.store.write({sequences: profile}, measured=True)
 
     def observe(self, forward: Forward) -> None:
@@ -162,7 +180,7 @@ class LatencyProfiles:
             if forward is self._last:
                 return
             self._last = forward
-            self._unseen.append(forward)
+            self._unseen.append((forward, self._length))
             if len(self._unseen) >= MOST_UNSEEN:
                 self._see()
 
@@ -172,14 +190,14 @@ class LatencyProfiles:
             return
         unseen, self._unseen = self._unseen, []
         is_refuted = False  # whether steps have contradicted a profile since it was written
-        for forward in unseen:
+        for forward, length in unseen:
             if not forward.is_usual:
                 self._sizes.interrupt()
                 continue
             changes = self._sizes.observe(forward.cost)
-            if (profile := self._profiles.get(forward.cost.sequences)) is not None:
+            if (profile := self._profiles.get((forward.cost.sequences, length))) is not None:
                 profile.observe(forward.cost.rows, forward.seconds, *changes)
-                is_refuted |= profile.contradicted and profile.steps >= LEAST_STEPS
+                is_refuted |= profile.contradicted and profile.steps >= LEAST_STEPS and not length
         now = self.clock()
         if is_refuted or now - self._written >= WRITE_SECONDS:
             self._written = now
@@ -202,23 +220,33 @@ class LatencyProfiles:
         """Writes the profiles that enough steps have corrected; False if there are none or they cannot be written."""
         with self._lock:
             self._see()
-            corrected = {
-                n: profile
-                for n, profile in self._profiles.items()
-                if profile.steps >= LEAST_STEPS and len(profile.to_store()) > 1
-            }
+            corrected: dict[int, LatencyProfile] = {}
+            for (n, length), profile in sorted(self._profiles.items(), key=lambda item: item[0]):
+                is_other = length and (n, 0) in self._profiles and not self._profiles[n, 0].assumed
+                if profile.steps >= LEAST_STEPS and len(profile.to_store()) > 1 and not is_other:
+                    corrected.setdefault(n, profile)
             return bool(corrected) and self.store.write(corrected, measured=False)
 
     def as_dict(self) -> dict[str, dict[str, float]]:
-        """Milliseconds by sequences and rows, for `Stats.drafter`. What no step has changed is not computed again."""
+        """Milliseconds by sequences and rows with texts as long as now, for `Stats.drafter`.
+
+        What no step has changed is not computed again.
+        """
         with self._lock:
             self._see()
-            for sequences, profile in self._profiles.items():
+            found = {n: profile for n, _ in self._profiles if (profile := self._nearest(n)) is not None}
+            for sequences, profile in found.items():
                 known = self._reported.get(sequences)
                 if known is None or known[0] is not profile or known[1] != profile.steps:
-                    found = {str(n): round(1e3 * profile(n), 3) for n in profile.sizes}
-                    self._reported[sequences] = profile, profile.steps, found
-            return {str(sequences): dict(self._reported[sequences][2]) for sequences in sorted(self._profiles)}
+                    milliseconds = {str(n): round(1e3 * profile(n), 3) for n in profile.sizes}
+                    self._reported[sequences] = profile, profile.steps, milliseconds
+            return {str(sequences): dict(self._reported[sequences][2]) for sequences in sorted(found)}
+
+
+def _again(known: LatencyProfile) -> LatencyProfile:
+    """A profile that begins with what another one says, of which steps have shown nothing yet."""
+    seconds = {n: known(n) for n in known.sizes}
+    return LatencyProfile(seconds, known.fixed, known.assumed, known.bucket, known.prepared)
 
 
 def _derived(one: LatencyProfile, sequences: int) -> LatencyProfile:
