@@ -382,3 +382,42 @@ def test_an_exit_of_a_model_whose_modules_were_replaced_is_refused() -> None:
     target.model.model.layers[3].mlp.down_proj = torch.nn.Linear(old.in_features, old.out_features, bias=False)
     with pytest.raises(LeapaheadError, match="modules of the model were replaced"):
         decode(engine, [request])
+
+
+def test_an_exit_of_a_model_whose_weights_were_replaced_is_refused() -> None:
+    """As by `load_state_dict(..., assign=True)`; what is written into them is seen by the halves, too."""
+    target = TransformersTarget(shallow())
+    engine = Engine(target)
+    exit = engine.drafter("draft_model", draft="self:first=2", nodes=6, depth=2)
+    request = Request([3, 1, 4], exit, GREEDY, StopParams(max_new_tokens=8))
+    layer = target.model.model.layers[3].mlp.down_proj
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    plain = Request([3, 1, 4], engine.drafter("plain"), GREEDY, StopParams(max_new_tokens=8))
+    assert decode(engine, [request])[0].tokens == decode(engine, [plain])[0].tokens
+    old = layer.weight
+    layer.weight = torch.nn.Parameter(-old.detach())
+    with pytest.raises(LeapaheadError, match="weights of the model were replaced, or its adapters switched, since"):
+        decode(engine, [request])
+    layer.weight = old
+    assert decode(engine, [request])[0].tokens == decode(engine, [plain])[0].tokens
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_an_exit_of_a_model_whose_adapters_were_switched_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    model = shallow()
+    settings = peft.LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False)
+    for name in "ab":
+        peft.inject_adapter_in_model(settings, model, name)
+    tuned = [part for part in model.modules() if hasattr(part, "lora_A")]
+    engine = Engine(TransformersTarget(model.eval()))
+    exit = engine.drafter("draft_model", draft="self:first=2", nodes=6, depth=2)
+    request, plain = (
+        Request([3, 1, 4], each, GREEDY, StopParams(max_new_tokens=8)) for each in (exit, engine.drafter("plain"))
+    )
+    assert decode(engine, [request])[0].tokens == decode(engine, [plain])[0].tokens
+    for part in tuned:
+        part.set_adapter("a" if part.active_adapters == ["b"] else "b")
+    with pytest.raises(LeapaheadError, match="or its adapters switched, since"):
+        decode(engine, [request])

@@ -273,7 +273,7 @@ class EarlyExit(SharingTarget):
             hidden_states=False,  # it has none of a sequence that it shares
         )
         self.share(target, what)
-        self.halves = halves
+        self.halves, self._made_of = halves, self.parts.objects()
         if halves is not None and isinstance(own, MaskedExecutor):
             self._rehearse(target, halves)
             halves.attach(own)
@@ -294,6 +294,8 @@ class EarlyExit(SharingTarget):
 
     def session(self, row: Row, params: SamplingParams, capture: Capture) -> TransformersSession:
         assert self.halves is not None
+        if self.parts.objects() != self._made_of:  # of which the halves, that verify as well, have the former ones
+            raise self.changed("weights of the model were replaced, or its adapters switched,")
         state = CachedState(self.halves.executor.cache, row, row.tokens)
         return SharedSession(row.tokens, state, self._sampler(params, row.tokens), capture)
 

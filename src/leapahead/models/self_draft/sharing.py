@@ -16,6 +16,7 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import NOTHING, Capture
+from leapahead.models.transformers.changes import Parts
 from leapahead.models.transformers.forward import Executor, Layers, Outputs, State
 from leapahead.models.transformers.kv_cache import KVCache, Row
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
@@ -87,6 +88,7 @@ class SharingTarget(TransformersTarget):
 
     Attributes:
         shared: the target's cache; None where the draft model keeps a cache of its own after all.
+        parts: of the target's model.
     """
 
     shared: KVCache | None = None
@@ -95,8 +97,7 @@ class SharingTarget(TransformersTarget):
         """Takes the target's lock. To be called when it is made; `what` tells its forwards from the target's."""
         self.info = replace(self.info, fingerprint=f"{target.info.fingerprint} {what}")
         self.lock = target.lock
-        self._whole = target.model
-        self._modules = list(map(id, target.model.modules()))  # of copies of which the draft model consists
+        self.parts = Parts(target.model)  # of copies of which the draft model consists
 
     @abstractmethod
     def session(self, row: Row, params: SamplingParams, capture: Capture) -> TransformersSession:
@@ -117,9 +118,13 @@ class SharingTarget(TransformersTarget):
         """A session that shares the row of the target's session with this token list, or one with a row of its own."""
         if self.shared is None or (row := self.shared.row_of(tokens)) is None:
             return super().open(tokens, params, capture, reserve, owner)
-        if list(map(id, self._whole.modules())) != self._modules:
-            raise LeapaheadError(
-                f"modules of the model were replaced since {self.info.name} was made of it, so it cannot draft; make a "
-                "new LLM of the model as it is now"
-            )
+        if not self.parts.are_all():
+            raise self.changed("modules of the model were replaced")
         return self.session(row, params, capture)
+
+    def changed(self, what: str) -> LeapaheadError:
+        """The error of a model that is not the one any more that the draft model was made of."""
+        return LeapaheadError(
+            f"{what} since {self.info.name} was made of it, so it cannot draft; make a new LLM of the model as it is "
+            "now"
+        )

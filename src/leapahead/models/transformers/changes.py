@@ -124,7 +124,11 @@ class Parts:
             versions = []
         steps = sum(count for key, count in _steps.items() if key in self._identities)
         places = [each.data_ptr() for each in some]
-        return (list(map(id, tensors)), places, adapters(self._adapters)), (versions, steps, _values(some))
+        return (self.objects(), places), (versions, steps, _values(some))
+
+    def objects(self) -> tuple[list[int], list[tuple[object, ...]]]:
+        """Which tensors and adapters there are. A tensor that was given up may have its number given to another one."""
+        return list(map(id, self._tensors())), adapters(self._adapters)
 
     def refuse_training(self) -> None:
         """Refuses a training mode in which forwards are random, or leave nothing in the cache.
