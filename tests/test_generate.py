@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_overloads
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from helpers import is_freed, mostly_slow
 import leapahead
 from leapahead import (
     LLM,
+    AsyncLLM,
     BadParameter,
     ContextOverflow,
     LeapaheadError,
@@ -805,6 +806,18 @@ def test_a_prompt_that_is_too_long() -> None:
 def test_bad_models_and_drafters(model: Any, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(LeapaheadError, match=sentence):
         LLM(model, **options)
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_the_type_hints_know_what_samples_give(kind: type[Any]) -> None:
+    hints = [(each.__annotations__["prompt"], "n" in each.__annotations__) for each in get_overloads(kind.generate)]
+    returned = [each.__annotations__["return"] for each in get_overloads(kind.generate)]
+    assert dict(zip(hints, returned, strict=True)) == {
+        ("Prompt", False): "Result",
+        ("Prompts", False): "list[Result]",
+        ("Prompt", True): "list[Result]",
+        ("Prompts", True): "list[list[Result]]",
+    }
 
 
 def test_the_default_decodes_plainly_where_nothing_can_be_drafted_and_warns_once() -> None:

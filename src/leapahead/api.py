@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from leapahead.inputs import OneText
+
 
 class LLM:
     """A model that emits several tokens per forward pass, with exactly the text of one at a time.
@@ -155,12 +157,22 @@ class LLM:
             loading.close(self.target)
 
     @overload
-    def generate(self, prompt: Prompt, *, progress: bool | Told = False, **options: Unpack[Options]) -> Result: ...
+    def generate(self, prompt: Prompt, *, progress: bool | Told = False, **options: Unpack[OneText]) -> Result: ...
 
     @overload
     def generate(
-        self, prompt: Prompts, *, progress: bool | Told = False, **options: Unpack[Options]
+        self, prompt: Prompts, *, progress: bool | Told = False, **options: Unpack[OneText]
     ) -> list[Result]: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompt, *, n: int, progress: bool | Told = False, **options: Unpack[OneText]
+    ) -> list[Result]: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompts, *, n: int, progress: bool | Told = False, **options: Unpack[OneText]
+    ) -> list[list[Result]]: ...
 
     def generate(self, prompt: Any, *, progress: bool | Told = False, **options: Unpack[Options]) -> Any:
         """Completes a prompt, or a list of prompts together. All options are keywords and may be left out.

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from leapahead.inputs import OneText
+
 
 class AsyncLLM:
     """An `LLM` for asyncio: tasks await their texts, which are decoded together in a thread of its own.
@@ -52,10 +54,16 @@ class AsyncLLM:
         await in_thread(self._driver.join)
 
     @overload
-    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result: ...
+    async def generate(self, prompt: Prompt, **options: Unpack[OneText]) -> Result: ...
 
     @overload
-    async def generate(self, prompt: Prompts, **options: Unpack[Options]) -> list[Result]: ...
+    async def generate(self, prompt: Prompts, **options: Unpack[OneText]) -> list[Result]: ...
+
+    @overload
+    async def generate(self, prompt: Prompt, *, n: int, **options: Unpack[OneText]) -> list[Result]: ...
+
+    @overload
+    async def generate(self, prompt: Prompts, *, n: int, **options: Unpack[OneText]) -> list[list[Result]]: ...
 
     async def generate(self, prompt: Any, **options: Unpack[Options]) -> Any:
         """As `LLM.generate`, with its errors and its arguments, except `progress`.

@@ -25,12 +25,12 @@ from leapahead.models.base import TargetInfo
 from leapahead.models.decoder import longest_prompt
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
-Prompts = list[str] | list[list[int]] | list[Prompt]
+Prompts = list[str] | list[list[int]] | Sequence[Sequence[Mapping[str, Any]]] | list[Prompt]
 Prediction = str | Sequence[int]  # text, or token ids
 
 
-class Options(TypedDict, total=False):
-    """The keyword options of `LLM.generate` and `LLM.stream`, explained there."""
+class OneText(TypedDict, total=False):
+    """The keyword options of `LLM.generate` beside `n`, explained there."""
 
     max_new_tokens: int
     temperature: float
@@ -44,7 +44,6 @@ class Options(TypedDict, total=False):
     bad_words: Sequence[str | int | Sequence[int]]
     min_new_tokens: int
     seed: int | Sequence[int] | None
-    n: int
     logprobs: int | None
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
@@ -59,6 +58,12 @@ class Options(TypedDict, total=False):
     acceptance: str | Relaxed
 
 
+class Options(OneText, total=False):
+    """All of them."""
+
+    n: int
+
+
 def check_names(options: Mapping[str, Any]) -> None:
     """Refuses an option that does not exist, naming the nearest one that does."""
     known = list(Options.__annotations__)
@@ -68,10 +73,8 @@ def check_names(options: Mapping[str, Any]) -> None:
 
 
 # Those of `SamplingParams` that depend on no vocabulary.
-NUMBERS = (
-    *("min_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("temperature", "top_k", "top_p", "min_p"),
-)
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+NUMBERS = ("min_new_tokens", *PENALTIES, "temperature", "top_k", "top_p", "min_p")
 
 
 def check_values(options: Options) -> None:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from leapahead.api import LLM
-from leapahead.inputs import Options, Prompt
+from leapahead.inputs import OneText, Prompt
 from leapahead.results import Result
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def compare(
     *,
     rounds: int = ROUNDS,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    **options: Unpack[Options],
+    **options: Unpack[OneText],
 ) -> Comparison:
     """Times the drafter of the LLM and plain decoding on one prompt.
 
@@ -80,7 +80,7 @@ def compare(
         options: as for `LLM.generate`.
     """
     options["seed"] = drafted.seed
-    plainly: Options = {**options, "drafter": "plain", "drafter_options": {}, "prediction": None}
+    plainly: OneText = {**options, "drafter": "plain", "drafter_options": {}, "prediction": None}
     done, total = 0, 2 * rounds + 1
 
     def run(plain: bool) -> Result:

@@ -34,7 +34,7 @@ from leapahead.cli.text_input import prompt_text, to_complete, utf8_only
 from leapahead.core.errors import BadParameter
 from leapahead.core.relaxed import EXACT
 from leapahead.drafters import registry
-from leapahead.inputs import Options, check_prediction, check_values
+from leapahead.inputs import OneText, Options, check_prediction, check_values
 from leapahead.results import Result
 
 OUTPUT = "Output options"
@@ -201,7 +201,7 @@ def _whole(llm: LLM, prompt: Any, options: Options, as_json: bool) -> Result:
     return answer.result
 
 
-def _compare(llm: LLM, prompt: Any, result: Result, rounds: int, options: Options) -> Comparison:
+def _compare(llm: LLM, prompt: Any, result: Result, rounds: int, options: OneText) -> Comparison:
     what = "measuring against plain decoding"
     with screen.progress(what) as bar:
         return compare(
