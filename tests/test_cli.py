@@ -370,7 +370,7 @@ def test_search_layers(leapahead: Any, tmp_path: Path) -> None:
             "error: there is no folder 'my model'; give the folder of a Transformers",
         ),
         (["generate", "x", "-m", "name--of/model"], "error: there is no folder 'name--of/model'"),
-        (["generate", "x", "-m", __file__], f"error: '{__file__}' is a file, but not a GGUF file by its name; give "),
+        (["generate", "x", "-m", __file__], f"error: '{__file__}' is a file, but not a GGUF file; give "),
         (["generate", "word " * 600], "error: the prompt has"),
         (["check", "-d", "nothing"], "error: there is no drafter 'nothing'"),
         (["check", "-d", "jacobi", "-W", "3"], "error: none of these drafters has an option --window"),

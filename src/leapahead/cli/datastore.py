@@ -105,10 +105,4 @@ def _tokenizer(model: str | None, trust_remote_code: bool) -> Tokenizer:
         if found is None:
             raise BadParameter(f"the folder {model!r} has no tokenizer; export the model again")
         return found
-    if model is None or not model.lower().endswith(".gguf"):
-        return loading.load_tokenizer(loading.bundled() if model is None else model, trust_remote_code)
-    with needing("a GGUF file", "llama-cpp", "llama_cpp"):
-        from leapahead.models.llama_cpp.context import Model
-        from leapahead.models.llama_cpp.options import LlamaCppOptions
-        from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
-    return GgufTokenizer(Model(model, LlamaCppOptions(n_gpu_layers=0)))  # the weights are memory-mapped only
+    return loading.load_tokenizer(loading.BUNDLED if model is None else model, trust_remote_code)

@@ -11,6 +11,7 @@ from leapahead.cli.command import Command, file_names, option
 from leapahead.cli.typed import HomePath
 from leapahead.core.errors import BadParameter
 from leapahead.models import loading
+from leapahead.models.llama_cpp.file import is_gguf
 from leapahead.models.openvino import export, gguf
 
 
@@ -37,7 +38,7 @@ def export_openvino(model: str, out_dir: Path, weights: str | None, force: bool,
     """
     if model == loading.BUNDLED:
         model = loading.bundled()
-    if model.lower().endswith(".gguf"):
+    if is_gguf(model):
         if weights is not None:
             raise BadParameter(f"--weights {weights} is not possible with a GGUF file, whose weights keep their types")
         with screen.progress(f"reading {model}") as bar:

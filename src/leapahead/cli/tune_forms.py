@@ -24,6 +24,7 @@ from leapahead.cli.bench_models import model_of
 from leapahead.core.errors import BadParameter
 from leapahead.core.text import fingerprint
 from leapahead.models import loading
+from leapahead.models.llama_cpp.file import is_gguf
 
 SHOWN = (2, 4, 8, 16)  # values of n in the table; without the first one where the terminal is narrow
 WIDE = 90  # characters of a terminal that is not
@@ -53,7 +54,7 @@ def forms(given: Sequence[str], common: dict[str, Any]) -> dict[str, Model]:
         )
     paths = list(dict.fromkeys(model.path for model in found.values()))
     for path in paths:
-        if len(paths) > 1 and not str(path).lower().endswith(".gguf"):
+        if len(paths) > 1 and not is_gguf(path):
             raise BadParameter(
                 f"{path or loading.BUNDLED} cannot be compared: give GGUF files of one model, which differ in their "
                 "types, or one model with different options"

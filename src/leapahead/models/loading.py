@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from leapahead.core import openmp
 from leapahead.core.errors import BadParameter, Refused, check_folder, needing
@@ -19,7 +19,7 @@ from leapahead.core.parameters import flag, is_whole
 from leapahead.core.text import Tokenizer
 from leapahead.models import origin
 from leapahead.models.base import HoldsProcesses, Target
-from leapahead.models.llama_cpp.file import check_file
+from leapahead.models.llama_cpp.file import check_file, is_gguf
 from leapahead.models.llama_cpp.options import LlamaCppOptions
 from leapahead.models.openvino.options import OpenVinoOptions, is_openvino
 
@@ -152,8 +152,7 @@ def engine_of(model: Any, engine: str = "auto") -> str:
     if isinstance(model, str) and not model.strip():
         raise BadParameter(f"model={model!r} is not possible: give a hub name, a folder or a file, or {BUNDLED!r}")
     if model is None or isinstance(model, (str, Path)):
-        is_gguf = str(model).lower().endswith(".gguf")
-        usual = "llama.cpp" if is_gguf else "openvino" if is_openvino(model) else "transformers"
+        usual = "llama.cpp" if is_gguf(model) else "openvino" if is_openvino(model) else "transformers"
         if engine in ("auto", usual):
             return usual
         if engine == "openvino":
@@ -302,13 +301,14 @@ def gguf_tokenizer(path: str) -> Tokenizer:
 
 
 def load_tokenizer(name: str, trust_remote_code: bool) -> Tokenizer:
-    """The tokenizer of a folder or a hub id, or of the bundled model ("bundled").
+    """The tokenizer of a folder or a hub id, of a GGUF file, or of the bundled model ("bundled").
 
     Raises:
-        BadParameter: it cannot be loaded.
+        LeapaheadError: it cannot be loaded.
     """
-    tokenizer: Tokenizer = _pretrained().load_tokenizer(bundled() if name == BUNDLED else name, trust_remote_code)
-    return tokenizer
+    if is_gguf(name):
+        return gguf_tokenizer(name)
+    return cast(Tokenizer, _pretrained().load_tokenizer(bundled() if name == BUNDLED else name, trust_remote_code))
 
 
 def _is_module(model: object) -> bool:

@@ -77,6 +77,20 @@ def check_file(path: Path) -> None:
                 _check_end(part, data)
 
 
+def is_gguf(path: object) -> bool:
+    """Whether this names a GGUF file: one of that name, or one that begins like it, as in the stores of some tools."""
+    if not isinstance(path, (str, os.PathLike)) or str(path).lower().endswith(".gguf"):
+        return isinstance(path, (str, os.PathLike))
+    try:
+        file = Path(path).expanduser()
+        if not os.path.isfile(file):
+            return False
+        with file.open("rb") as opened:
+            return opened.read(len(MAGIC)) == MAGIC
+    except (OSError, RuntimeError):  # not to be read, or of a user who does not exist
+        return False
+
+
 def has_tensor(path: Path, name: str) -> bool:
     """Whether a complete GGUF file has a tensor of that name."""
     return tensor(path, name) is not None

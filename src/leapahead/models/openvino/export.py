@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, first_line, needing
+from leapahead.models.llama_cpp.file import is_gguf
 from leapahead.models.openvino import store
 from leapahead.models.openvino.options import MODEL, is_openvino
 
@@ -135,7 +136,7 @@ def cached_export(
 def _check_arguments(model: str | os.PathLike[str], weights: str) -> None:
     if weights not in WEIGHTS:
         raise BadParameter(f"weights={weights!r} is not possible: choose {', '.join(WEIGHTS)}")
-    if str(model).lower().endswith(".gguf"):
+    if is_gguf(model):
         raise BadParameter(
             f"{model} is a GGUF file, whose weights keep their own types: convert it with "
             "leapahead.models.openvino.gguf, or name the folder of a Transformers model"

@@ -74,7 +74,7 @@ def converted(model: str | Path, weights: str | None, trust_remote_code: bool) -
                 "original again with `leapahead export-openvino`"
             )
         return Path(model).expanduser()
-    if str(model).lower().endswith(".gguf"):
+    if gguf_file.is_gguf(model):
         if weights is not None:
             raise BadParameter(f"weights={weights!r} is not possible for a GGUF file, whose weights keep their types")
         return gguf.from_gguf(model)

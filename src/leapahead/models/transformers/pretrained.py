@@ -241,8 +241,8 @@ def _source(name_or_path: str | Path, file: str, trust_remote_code: bool) -> tup
         return str(folder), options
     if folder.is_file():
         raise BadParameter(
-            f"{name!r} is a file, but not a GGUF file by its name; give the folder of a Transformers model, a hub id, "
-            "or a file whose name ends in .gguf"
+            f"{name!r} is a file, but not a GGUF file; give the folder of a Transformers model, a hub id, or a GGUF "
+            "file"
         )
     if folder.exists():
         raise BadParameter(
