@@ -45,8 +45,13 @@ class GgufTokenizer:
         return tuple(token for token in range(len(self)) if c.llama_vocab_is_eog(self._vocab, token))
 
     @property
-    def chat_template(self) -> str | None:
-        return self._model.meta("tokenizer.chat_template")
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The source of the template; where the file has another one for tools, both by name, as in Transformers."""
+        main = self._model.meta("tokenizer.chat_template") or None
+        tool_use = self._model.meta("tokenizer.chat_template.tool_use")
+        if not tool_use or main == tool_use:
+            return main
+        return {"default": main, "tool_use": tool_use} if main else tool_use
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         data = text.encode("utf-8", "surrogatepass")
@@ -102,6 +107,8 @@ class GgufTokenizer:
         """
         assert not tokenize, "only the text is given"
         template = self.chat_template
+        if isinstance(template, dict):
+            template = template["tool_use" if variables.get("tools") else "default"]
         if template is None:
             raise ValueError("the file has no chat template")
         from jinja2 import TemplateError
