@@ -164,6 +164,7 @@ def _check_header(path: Path, data: mmap.mmap) -> None:
     """Refuses files of other kinds by name, and headers by which llama.cpp ends the process."""
     try:
         values, arrays, _ = _header(data)
+        repeated = _repeated(data, arrays.get("tokenizer.ggml.tokens", slice(0)))
     except BROKEN:
         return  # llama.cpp reports it
     family = values.get("general.architecture")
@@ -182,6 +183,11 @@ def _check_header(path: Path, data: mmap.mmap) -> None:
             raise BadParameter(
                 f"the GGUF file {str(path)!r} has {name} {value}, with which llama.cpp cannot load it; convert it again"
             )
+    if repeated:
+        raise BadParameter(
+            f"the GGUF file {str(path)!r} has the token {repeated.decode(errors='replace')!r} twice, with which "
+            "llama.cpp cannot load it; convert it again from a tokenizer whose tokens differ"
+        )
     tokens = data[arrays.get("tokenizer.ggml.tokens", slice(0))]
     if values.get("tokenizer.ggml.model") == "llama" and tokens:
         for byte in UTF8:
@@ -192,6 +198,22 @@ def _check_header(path: Path, data: mmap.mmap) -> None:
                     f"the GGUF file {str(path)!r} has no token for the byte 0x{byte:02X}, without which llama.cpp "
                     "cannot read every text; convert it again from a tokenizer with byte tokens"
                 )
+
+
+def _repeated(data: mmap.mmap, strings: slice) -> bytes:
+    """The first string of an array that it has before; b"" where there is none. Empty ones do not count.
+
+    Raises:
+        struct.error, OverflowError: the array has no strings.
+    """
+    known, at = set[bytes](), strings.start or 0
+    while at < strings.stop:
+        text, at = _string(data, at)
+        if text in known:
+            return text
+        if text:
+            known.add(text)
+    return b""
 
 
 def _check_end(path: Path, data: mmap.mmap) -> None:
@@ -264,7 +286,7 @@ def _tensors(data: mmap.mmap) -> Iterator[Tensor]:
     data_begin = -(-at // max(alignment, 1)) * alignment
     found.sort()
     ends = [offset for offset, _ in found[1:]] + [len(data) - data_begin]
-    for (offset, name), end in zip(found, ends, strict=True):
+    for (offset, name), end in zip(found, ends, strict=False):  # a file of a vocabulary alone has none
         yield Tensor(name, data_begin + offset, data_begin + end)
 
 
