@@ -29,6 +29,7 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict, verify
+from leapahead.inputs import chat_text
 from leapahead.models import loading
 from leapahead.models.base import ALL, NOTHING, PROMPT_ROWS, TREE, Capture, read_prompt
 
@@ -37,10 +38,12 @@ pytest.importorskip("gguf")
 
 import gguf_models
 import llama_cpp
+from gguf_architectures import gpt2, written
 
 from leapahead.models.llama_cpp import log, model
 from leapahead.models.llama_cpp.cells import Cells
 from leapahead.models.llama_cpp.context import Context
+from leapahead.models.llama_cpp.file import metadata
 from leapahead.models.llama_cpp.model import LlamaCppTarget
 from leapahead.models.llama_cpp.options import LlamaCppOptions
 from leapahead.models.llama_cpp.session import LlamaCppSession, Part
@@ -834,6 +837,10 @@ WITHOUT_41 = ["<byte>" if token == "<0x41>" else token for token in SPM["tokeniz
         ({"llama.block_count": 0}, "has block_count 0, with which llama.cpp cannot load it; convert it again"),
         ({"llama.context_length": 2**31}, "has context_length 2147483648, with which llama.cpp cannot load it"),
         ({**SPM, "tokenizer.ggml.tokens": WITHOUT_41}, "has no token for the byte 0x41, without which llama.cpp"),
+        (
+            {"tokenizer.ggml.tokens": ["a", "", "b", "", *(f"t{i}" for i in range(4, 4095)), "a"]},
+            "has the token 'a' twice, with which llama.cpp cannot load it; convert it again from",
+        ),
         ({"general.type": "adapter"}, "is an adapter and no model; merge it into its model, and give that file"),
         ({"adapter.type": "lora"}, "is an adapter and no model"),
         ({"general.type": "mmproj"}, "is a projector of images or sounds; give the file of its language model"),
@@ -856,6 +863,39 @@ def test_a_header_by_which_llama_cpp_cannot_load_it(tmp_path: Path, values: dict
 def test_a_number_of_a_part_that_is_text_is_ignored(tmp_path: Path) -> None:
     path = gguf_models.rewritten(gguf_models.llama(), tmp_path / "m.gguf", {"split.no": "1"})
     assert loading.gguf_tokenizer(str(path)).encode("A")
+
+
+def test_a_file_of_a_vocabulary_alone(tmp_path: Path) -> None:
+    """Whether a model without rotation has learned positions, its tensors tell, of which this file has none."""
+    path = tmp_path / "vocabulary.gguf"
+    path.write_bytes(metadata(written(gpt2)))
+    assert loading.gguf_tokenizer(str(path)).encode("ab", add_special_tokens=False) == [256]
+
+
+def test_a_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "sha256-3f"  # as Ollama names it
+    path.write_bytes(gguf_models.llama().read_bytes())
+    assert [loading.engine_of(str(path), engine) for engine in ("auto", "llama.cpp")] == ["llama.cpp"] * 2
+    assert loading.load_tokenizer(str(path), trust_remote_code=False).encode("A")
+    path.write_bytes(b"GGML")
+    assert loading.engine_of(path) == "transformers"
+
+
+def test_a_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:
+    one, other = "{{ messages[0].content }}", "tools: {{ tools }}"
+    names = "tokenizer.chat_template", "tokenizer.chat_template.tool_use"
+    for templates, plain, tools in (((one, other), "A", "tools: [1]"), ((None, other), "tools: None", "tools: [1]")):
+        values = dict(zip(names, templates, strict=True))
+        path = gguf_models.rewritten(gguf_models.llama(), tmp_path / "m.gguf", values)
+        tokenizer = loading.gguf_tokenizer(str(path))
+        for variables, text in (({}, plain), ({"tools": None}, plain), ({"tools": [1]}, tools)):
+            assert chat_text([{"role": "user", "content": "A"}], tokenizer, variables=variables) == text
+
+
+def test_an_empty_template_is_none(tmp_path: Path) -> None:
+    path = gguf_models.rewritten(gguf_models.llama(), tmp_path / "m.gguf", {"tokenizer.chat_template": ""})
+    with pytest.raises(BadParameter, match="the tokenizer has no chat template"):
+        chat_text([{"role": "user", "content": "A"}], loading.gguf_tokenizer(str(path)))
 
 
 def test_a_byte_may_be_a_token_by_itself(tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ def test_a_forward_that_fails_half_way_leaves_no_trace(name: str, monkeypatch: p
 @pytest.mark.parametrize("make", [bert, bidirectional])
 def test_what_is_no_causal_model_is_refused_by_name(make: Callable[[Path], Maker]) -> None:
     path = written(make)
-    with pytest.raises(Refused, match=f"{make.__name__}.gguf"):
+    with pytest.raises(Refused, match=f"{make.__name__}.gguf' is a model whose tokens attend to later ones; leapahead"):
         LLM(path, n_threads=1)
 
 

@@ -90,9 +90,8 @@ class Model:
         kinds = {c.LLAMA_FTYPE_ALL_F32: "f32", c.LLAMA_FTYPE_MOSTLY_F16: "f16", c.LLAMA_FTYPE_MOSTLY_BF16: "bf16"}
         self.precision = STEPS[kinds.get(c.llama_model_ftype(self.pointer), "q8_0")]
         self.fingerprint = " ".join(
-            str(part)
-            for part in (
-                *(self.meta(key) for key in ("general.architecture", "general.file_type")),
+            (
+                *(str(self.meta(key)) for key in ("general.architecture", "general.file_type")),
                 f"{c.llama_model_n_params(self.pointer)} parameters in {c.llama_model_size(self.pointer)} bytes",
                 f"{self.layers} layers of {c.llama_model_n_embd(self.pointer)}",
             )
@@ -104,16 +103,17 @@ class Model:
         key, value = (int(self.meta(f"{architecture}.attention.{each}_length") or usual) for each in ("key", "value"))
         self.head_lengths = key, value
         self.alone, self.keeps = architecture in ALONE, architecture not in COPIES_ALL
-        self._refuse_other_kinds()
+        self._refuse_other_kinds(architecture)
         rotary = c.llama_model_rope_type(self.pointer) != c.LLAMA_ROPE_TYPE_NONE
         self.learned_positions = not (rotary or self.stateful) and has_tensor(file, "position_embd.weight")
 
-    def _refuse_other_kinds(self) -> None:
+    def _refuse_other_kinds(self, architecture: str | None) -> None:
         for wrong, what in (
             (c.llama_vocab_type(self.vocab) == c.LLAMA_VOCAB_TYPE_NONE, "a model without a vocabulary"),
             (c.llama_model_has_encoder(self.pointer), "an encoder-decoder model"),
             (not c.llama_model_has_decoder(self.pointer), "a model without a decoder"),
             (c.llama_model_is_diffusion(self.pointer), "a diffusion model"),
+            (self.meta(f"{architecture}.attention.causal") == "false", "a model whose tokens attend to later ones"),
         ):
             if wrong:
                 raise Refused(f"{self.path!r} is {what}; leapahead decodes causal language models")
