@@ -799,7 +799,9 @@ def changed(tmp_path: Path, change: Callable[[bytes], bytes]) -> Path:
     [
         (lambda data: b"", "not a GGUF file"),
         (lambda data: b"GGML" + data[4:], "not a GGUF file"),
-        (lambda data: data[:100], "cannot be loaded: "),
+        (lambda data: data[:100], "cannot be loaded: failed to read key-value pairs; "),
+        (lambda data: data[:4] + b"\1" + data[5:], "cannot be loaded: GGUFv1 is no longer supported"),
+        (lambda data: data.replace(b"general.name", b"general.type", 1), "duplicate key 'general.type'"),
         (lambda data: data[: len(data) // 2], "cannot be loaded: "),
         (lambda data: data[:-1], "not within the file bounds, model is corrupted or incomplete"),
         (lambda data: data[:-20000] + bytes(20000), "is incomplete: its last 20000 bytes are zero, among them"),

@@ -96,8 +96,9 @@ def watched(params: Any = None) -> Iterator[None]:
 
 def reason() -> str:
     """The most specific of llama.cpp's last problems, for an error message."""
-    for sign in ("error loading model", "failed", "error", ""):
+    named = ("gguf_init", "error loading model")  # begin with the name of a function; the first is about the header
+    for sign in (*named, "failed", "error", ""):
         for line in _log.problems:
             if sign in line:
-                return line.split(": ", 1)[-1] if sign == "error loading model" else line
+                return line.split(": ", 1)[-1] if sign in named else line
     return "it gives no reason"
