@@ -152,9 +152,10 @@ class LatencyProfiles:
         """The profile of so many sequences, if one is in use already, whatever the length of the texts."""
         with self._lock:
             self._see()
-            if (found := self._nearest(sequences)) is not None and (sequences, self._length) not in self._profiles:
-                found = self._profiles[sequences, self._length] = _again(found)
-            return found
+            key = sequences, self._length
+            if key not in self._profiles and (nearest := self._nearest(sequences)) is not None:
+                self._profiles[key] = _again(nearest)
+            return self._profiles.get(key)
 
     def _nearest(self, sequences: int) -> LatencyProfile | None:
         """The profile in use of so many sequences with texts of the length that is nearest to the present one."""
