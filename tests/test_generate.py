@@ -589,6 +589,7 @@ class Silent(SequenceDrafter):
         ("ab", {"repetition_penalty": 1e-300}, "repetition_penalty=1e-300 is not possible"),
         ("ab", {"presence_penalty": 1e39}, r"presence_penalty=1e\+39 is not possible"),
         ("ab", {"drafter_options": [1]}, "drafter_options=\\[1\\] is not possible"),
+        ("ab", {"drafter_options": {"drafter": "plain"}}, "drafter 'auto' has no option 'drafter'"),
         ("ab", {"drafter_options": {3: 4}}, "drafter_options={3: 4} is not possible"),
         ("ab", {"drafter": "lookahead", "drafter_options": {"window": "a"}}, "window='a' is not possible"),
         ("\ud800", {}, "the prompt holds a lone surrogate"),

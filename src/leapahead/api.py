@@ -279,7 +279,8 @@ class LLM:
         drafter = self.drafter
         if "drafter" in options or "drafter_options" in options:
             chosen, given = options.get("drafter", self._chosen), drafter_options(options)
-            known = registry.options(registry.kind_of(chosen))
+            registry.check_options(kind := registry.kind_of(chosen), given)
+            known = registry.options(kind)
             given = {name: each for name, each in self._networks.items() if name in known} | given
             drafter = self.engine.drafter(chosen, **given)
         predictions = self.inputs.predictions(options.get("prediction"), len(prompts), drafter)
