@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, get_overloads
+from typing import Any, ClassVar, get_overloads, get_type_hints
 
 import numpy as np
 import pytest
@@ -813,6 +813,7 @@ def test_bad_models_and_drafters(model: Any, options: dict[str, Any], sentence: 
 def test_the_type_hints_know_what_samples_give(kind: type[Any]) -> None:
     hints = [(each.__annotations__["prompt"], "n" in each.__annotations__) for each in get_overloads(kind.generate)]
     returned = [each.__annotations__["return"] for each in get_overloads(kind.generate)]
+    assert "options" in get_type_hints(kind.generate), "tools that read hints find every name"
     assert dict(zip(hints, returned, strict=True)) == {
         ("Prompt", False): "Result",
         ("Prompts", False): "list[Result]",

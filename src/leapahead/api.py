@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import Any, NoReturn, Self, Unpack, overload
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import MOST_BATCH, MOST_SAMPLES, similar, whole
@@ -20,17 +20,21 @@ from leapahead.drafters.draft_models import given, names
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.scheduler import Engine
 from leapahead.engine.waiting import check
-from leapahead.inputs import Inputs, Options, Prompt, Prompts, check_names, drafter_options, encode, is_single, seeds
+from leapahead.inputs import (
+    Inputs,
+    OneText,
+    Options,
+    Prompt,
+    Prompts,
+    check_names,
+    drafter_options,
+    encode,
+    is_single,
+    seeds,
+)
 from leapahead.models import loading
 from leapahead.progress import Told, shown
 from leapahead.results import Piece, Result, Writer
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from typing_extensions import Unpack
-
-    from leapahead.inputs import OneText
 
 
 class LLM:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Self, Unpack, overload
 
 from leapahead.api import LLM
 from leapahead.core.errors import BadParameter, LeapaheadError
@@ -11,15 +11,8 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.engine.driver import Driver
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.waiting import check, in_thread, of_this_task, over, wake_up
-from leapahead.inputs import Options, Prompt, Prompts, is_single
+from leapahead.inputs import OneText, Options, Prompt, Prompts, is_single
 from leapahead.results import Piece, Result
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from typing_extensions import Unpack
-
-    from leapahead.inputs import OneText
 
 
 class AsyncLLM:

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 from leapahead.api import LLM
 from leapahead.inputs import OneText, Prompt
 from leapahead.results import Result
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 ROUNDS = 5
 
