@@ -25,7 +25,7 @@ COLUMNS = (
 FORMS = ("form", "measured", "drafter", "ratio", "95 %")
 FORMS_NOTE = (
     "The forms of one model were loaded together and took turns. The ratio is that of a drafter's tokens per second "
-    "with one form to those with the other, in the same rounds."
+    "with one form to those with the other, in the same rounds. Peak memory is that of the process, with all forms."
 )
 OURS, PEER = plots.COLOURS[:2]
 NO_INTERVAL = (
