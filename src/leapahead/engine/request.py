@@ -22,6 +22,7 @@ from leapahead.engine.output import Output, TokenLogprobs
 from leapahead.models.base import LOGITS, TargetInfo, require
 from leapahead.models.choices import Choices
 from leapahead.models.decoder import AT_START, DecoderInput
+from leapahead.models.prompt_entries import PromptEntries
 from leapahead.planner.draft import Proposal, SectionStore, Step
 
 MAX_LOGPROBS = 2**18  # all of the largest vocabularies
@@ -45,7 +46,8 @@ class Request:
             unread outputs.
         ahead: greatest number of unread outputs of a streamed request.
         owner: requests of different owners never share the cache entries of a prompt.
-        begin: what the decoder of an encoder-decoder model begins with; for all other targets the default.
+        begin: what the decoder of an encoder-decoder model begins with, or entries of a prompt that was read elsewhere,
+            which no other request shares; usually the default.
         as_configured: whether what an encoder-decoder model says of its texts (`TargetInfo.decoder`) is applied.
         acceptance: a relaxed rule, which makes the text lossy; None for exact matching, or for the drafter's own rule.
         on_choices: called in every step before the commit, with what went through the target and what it chose.
@@ -62,7 +64,7 @@ class Request:
     stream: bool = False
     ahead: int = 1
     owner: str = ""
-    begin: DecoderInput = AT_START
+    begin: DecoderInput | PromptEntries = AT_START
     as_configured: bool = True
     acceptance: Relaxed | None = None
     on_choices: Callable[[Proposal, Choices], None] | None = None
@@ -99,7 +101,7 @@ class Request:
 
     def sampled(self, params: SamplingParams, info: TargetInfo) -> Request:
         """The request with these parameters, and what an encoder-decoder model says of its texts."""
-        if info.decoder is not None and self.as_configured:
+        if info.decoder is not None and self.as_configured and isinstance(self.begin, DecoderInput):
             given = len(self.begin.text or info.decoder.start)
             params = info.decoder.applied(params, given, self.stop.max_new_tokens)
         return replace(self, sampling=params)
@@ -173,7 +175,9 @@ class Handle:
         """
         self.before, self.opened = tokens[-Detokenizer.KEPT :], perf_counter()
         self.stats.prompt_tokens = len(self.request.tokens)
-        self.stats.reused_tokens = max(0, self.stats.prompt_tokens - 1 - unread)
+        is_given = isinstance(self.request.begin, PromptEntries)  # by a forward of somebody else's
+        self.stats.prefill_forwards += is_given
+        self.stats.reused_tokens = 0 if is_given else max(0, self.stats.prompt_tokens - 1 - unread)
 
     def add(self, output: Output) -> None:
         """Takes the output of a step."""

@@ -25,11 +25,14 @@ from leapahead.core.verify import Verdict
 from leapahead.drafters.base import Drafter
 from leapahead.engine.request import Request
 from leapahead.integrations.hf_encoded import EncoderInput
+from leapahead.integrations.hf_fields import inputs_read_once
+from leapahead.integrations.hf_images import ReadPrompt
 from leapahead.integrations.hf_processors import of_row, sampling_params
 from leapahead.models.base import Session, Target, read_prompt
 from leapahead.models.choices import Choices
 from leapahead.models.decoder import AT_START, DecoderInput
-from leapahead.models.encoder_decoder import EncodesPrompts
+from leapahead.models.encoder_decoder import EncodesPrompts, opened
+from leapahead.models.prompt_entries import PromptEntries
 from leapahead.planner.draft import Proposal, SectionStore, Step
 
 
@@ -69,6 +72,7 @@ class Row:
 
     Attributes:
         new: the new tokens, in the order in which the target chose them.
+        read: what the model made of its prompt, where that has more than tokens.
         length: the number of new tokens at which the row's criteria ended it; None until then.
         scores, logits: float32 [1, vocab] for each new token, where the user wants them.
     """
@@ -88,6 +92,7 @@ class Row:
         self.processors = [of_row(processor, index, len(batch.input_ids)) for processor in processors]
         self.ids = _Ids(ids)
         self.new: list[int] = []
+        self.read: ReadPrompt | None = None
         self.length: int | None = None
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
@@ -104,6 +109,7 @@ class Row:
     ) -> Request:
         """The row as a request for the engine."""
         batch, encoded = self.batch, self.encoded
+        begin: DecoderInput | PromptEntries = AT_START if self.read is None else self.read.entries
         return Request(
             self.prompt if encoded is None else encoded.tokens,
             drafter,
@@ -111,7 +117,7 @@ class Row:
             StopParams(max_new_tokens=max(1, batch.max_length - batch.input_ids.shape[1]), criteria=(self._take,)),
             prediction=prediction,
             drafter_cache=drafter_cache,
-            begin=AT_START if encoded is None else DecoderInput(tuple(self.prompt), encoded.states),
+            begin=begin if encoded is None else DecoderInput(tuple(self.prompt), encoded.states),
             as_configured=False,  # the processors do it
             on_choices=self._begin_step,
             on_step=on_step,
@@ -120,6 +126,8 @@ class Row:
     def _begin_step(self, proposal: Proposal, choices: Choices) -> None:
         """Called before the tokens of a step are taken, whose logits are read from these choices."""
         self._choices, self._node = choices, 0
+        if self.read is not None and not self.new:
+            self.read.check(choices.logits[0])
 
     def _take(self, tokens: Sequence[int]) -> bool:
         """Takes the last of `tokens`: records its scores and calls the criteria. True when the row need not go on."""
@@ -144,6 +152,8 @@ class Row:
 
     def _open(self, target: Target) -> Session:
         tokens, encoded = self.prompt + self.new, self.encoded
+        if self.read is not None:
+            return opened(target, tokens, SamplingParams(), self.read.entries)
         if encoded is None or not isinstance(target, EncodesPrompts):
             return target.open(tokens, SamplingParams())
         return target.open_decoder(encoded.tokens, SamplingParams(), DecoderInput(tuple(tokens), encoded.states))
@@ -175,6 +185,7 @@ class Batch:
     Attributes:
         pads_after: whether a row that has ended is padded. Transformers does so where there is an EOS criterion;
             without one, ended rows continue until all have ended.
+        read_once: the names of what the prompts consist of beside tokens, see `hf_images`.
         max_length: greatest number of ids of a row, left padding included.
     """
 
@@ -197,8 +208,11 @@ class Batch:
         self.max_length = min((c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)), default=UNLIMITED)
         decided = (EosTokenCriteria, MaxLengthCriteria)
         self._criteria = StoppingCriteriaList(c for c in criteria if type(c) not in decided)
-        given = () if encoded is not None else ("attention_mask", "position_ids")
-        pads = _left_padding(input_ids, *([model_kwargs.get(name) for name in given] or [None, None]))
+        self.read_once = inputs_read_once(model_kwargs) if encoded is None else []
+        mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
+        if encoded is not None:
+            mask = positions = None
+        pads = _left_padding(input_ids, mask, None if self.read_once else positions)
         self.rows = [
             Row(self, i, input_ids[i], count, processors, encoded[i] if encoded is not None else None)
             for i, count in enumerate(pads)

@@ -122,7 +122,8 @@ REFUSED_PROCESSORS: Mapping[str, str] = {
     "DiaEOSDelayPatternLogitsProcessor": _LAYOUT,
 }
 
-# Inputs of the model's forward that Transformers adds by itself. Any other would have to be passed to every forward.
+# Inputs of the model's forward that Transformers adds by itself. Others are for the prompt alone in models that take
+# images, video or sound, see `hf_images`; any other model would have to be given them in every forward.
 CACHES = ("past_key_values", "cache_params", "cache")
 MODEL_INPUTS = frozenset(
     """
@@ -132,6 +133,8 @@ MODEL_INPUTS = frozenset(
 )
 
 MULTIMODAL = "mm_encoder_outputs"  # by "image" and "video", made by Transformers 5.24; empty for text alone
+TEXT = ("text", ("text",), ["text"])  # what `input_modalities` of a model says that takes nothing else
+EMBEDDED = ("inputs_embeds",)  # instead of token ids
 ENCODED = "encoder_outputs"  # of an encoder-decoder model, computed by Transformers
 
 # Arguments of PEFT's `generate` that choose an adapter by row, or by position (aLoRA).
@@ -163,7 +166,6 @@ def refuse(model: Any, config: Any, processors: Sequence[Any], model_kwargs: Map
     Raises:
         Refused: by name.
     """
-    taken = MODEL_INPUTS | {MULTIMODAL} | ({ENCODED} if model.config.is_encoder_decoder else set())
     for name in REFUSED:
         refuse_field(name, getattr(config, name, None))
     for processor in processors:
@@ -171,19 +173,25 @@ def refuse(model: Any, config: Any, processors: Sequence[Any], model_kwargs: Map
     for name in CACHES:  # Transformers always makes one, and marks those that users give
         if getattr(model_kwargs.get(name), "_is_user_defined", False):
             refuse_cache("cache (or past_key_values, its older name)" if name == "cache" else name)
-    if encoded := model_kwargs.get(MULTIMODAL):
-        what = " and ".join(encoded)
-        raise Refused(f"the model input {what} is not supported by leapahead.hf, which takes text; leave it out")
-    for name, value in model_kwargs.items():
-        if value is not None and name not in taken:
+    is_both = model.config.is_encoder_decoder
+    for name in inputs_read_once(model_kwargs):
+        if name != ENCODED if is_both else model.input_modalities in TEXT or name in EMBEDDED:
             raise Refused(
-                f"the model input {name!r} is not supported by leapahead.hf, which takes input_ids and attention_mask"
+                f"the model input {name!r} is not supported by leapahead.hf, which takes input_ids and attention_mask, "
+                "and images, video and sound of decoder-only models that read them with the prompt"
             )
     if _is_sharded(model):
         raise Refused(SYNCED)
     _refuse_adapters(model)
     if any(changes.drops(part) for part in model.modules()):
         raise Refused(changes.DROPS)
+
+
+def inputs_read_once(model_kwargs: Mapping[str, Any]) -> list[str]:
+    """The names of what a prompt consists of beside its tokens, as Transformers prepared it."""
+    encoded = [name for name, value in model_kwargs.get(MULTIMODAL, {}).items() if value is not None]
+    others = [name for name, value in model_kwargs.items() if value is not None and name not in MODEL_INPUTS]
+    return [*encoded, *(name for name in others if name != MULTIMODAL)]
 
 
 def _refuse_processor(processor: Any) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from leapahead.core.errors import Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.models.base import NOTHING, Capture, Session, Target
 from leapahead.models.decoder import DecoderInput
+from leapahead.models.prompt_entries import PromptEntries, TakesEntries
 
 
 @runtime_checkable
@@ -45,12 +47,23 @@ def opened(
     target: Target,
     tokens: Sequence[int],
     params: SamplingParams,
-    begin: DecoderInput,
+    begin: DecoderInput | PromptEntries,
     capture: Capture = NOTHING,
     reserve: int = 0,
     owner: str = "",
 ) -> Session:
-    """A session for a prompt; `begin` is read where the target is an encoder-decoder model."""
+    """A session for a prompt, begun by what was read already.
+
+    Args:
+        begin: entries of the prompt; else it is read where the target is an encoder-decoder model.
+
+    Raises:
+        Refused: the target takes no entries.
+    """
+    if isinstance(begin, PromptEntries):
+        if not isinstance(target, TakesEntries):
+            raise Refused(f"{target.info.name} takes no entries of prompts; give a target of Transformers")
+        return target.open_entries(tokens, params, begin, capture, reserve)
     if isinstance(target, EncodesPrompts):
         return target.open_decoder(tokens, params, begin, capture, reserve, owner)
     return target.open(tokens, params, capture, reserve, owner)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -114,7 +113,6 @@ class EncoderDecoderTarget(TransformersTarget):
             raise Refused(
                 f"the encoder of {name} reads {model.main_input_name}, and leapahead gives encoders token ids"
             )
-        self._given = count()  # sources of which only the states are known
         super().__init__(model, name=name, **{**options, "hidden_states": False})
         if self.model.embeds is not None:
             self.max_nodes = self.context_length  # positions that are corrected are counted from 0

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from leapahead.core.errors import LeapaheadError, Refused, first_line
+from leapahead.core.errors import BadLogits, LeapaheadError, Refused, first_line
 from leapahead.core.tree import UNLIMITED, IntArray
 from leapahead.models.base import BRANCHES, CHAIN
 from leapahead.models.transformers import devices, exacttest, families, grouped, selftest, statetest
@@ -91,6 +92,35 @@ def _with_states(
             yield what, lambda: build(True, config, True)
         yield "chains with replay", lambda: build(bool(boolean), None, True)
     yield "chains with replay, one session at a time", lambda: build(True, None, False)
+
+
+def first_logits(model: Any, name: str) -> Tensor:
+    """A model's logits for one token, to know their width and device.
+
+    Args:
+        name: of the model, for the messages.
+
+    Raises:
+        Refused: its first weights are nowhere, or it takes other inputs.
+        BadLogits: they are not finite.
+    """
+    if model.device.type == "meta":
+        raise Refused(
+            f"the first weights of {name} are on the meta device, as where they are offloaded; load the model where "
+            "they fit, for example with device_map='cpu'"
+        )
+    try:
+        logits = selftest.own_logits(model, selftest.ONE_TOKEN)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise Refused(
+            f"{name} does not give logits for token ids alone ({first_line(error)}); load a causal language model, as "
+            "AutoModelForCausalLM does"
+        ) from error
+    if logits.isnan().any() or logits.isposinf().any():
+        raise BadLogits(f"{name} gives NaN or infinite logits for a single token; try dtype float32")
+    return logits
 
 
 def own_outputs(model: Any, hidden_states: bool) -> selftest.OwnOutputs:

@@ -321,9 +321,9 @@ class MaskedExecutor(CachedExecutor):
         new = [len(tree) - first for tree, first in zip(trees, num_computed, strict=True)]
         pack = self.config is not None and min(new) < max(new)
         order = self.cache.begin(rows, new, num_computed, pack)
-        of_rows = [(rows[i].length, num_computed[i], rows[i].left_out) for i in order]
-        lengths, computed, left_out = map(list, zip(*of_rows, strict=True))
-        inputs = Inputs.of([trees[i] for i in order], lengths, self.device, computed, left_out)
+        of_rows = [(rows[i].length, num_computed[i], rows[i].left_out, rows[i].offset) for i in order]
+        lengths, computed, left_out, offsets = map(list, zip(*of_rows, strict=True))
+        inputs = Inputs.of([trees[i] for i in order], lengths, self.device, computed, left_out, offsets)
         packing = Packing.of([new[i] for i in order], self.device) if pack else None
         return Batch(inputs, order, new, packing)
 
@@ -339,7 +339,7 @@ class MaskedExecutor(CachedExecutor):
             if "inputs_embeds" not in options:
                 options["input_ids"] = batch.pack(batch.inputs.tokens)
             output = model(
-                position_ids=batch.pack(batch.inputs.positions),
+                position_ids=batch.pack(batch.inputs.told),
                 attention_mask=self.masks(batch),
                 use_cache=True,
                 **{self.cache_name: self.cache},
@@ -388,7 +388,7 @@ class ChainExecutor(CachedExecutor):
         for row, tree, first in zip(rows, trees, num_computed or [0] * len(trees), strict=True):
             assert tree.is_chain, "this target takes chains only"
             self.cache.begin([row], [len(tree) - first], [first])
-            given = inputs(self.model, tree.tokens[None, first:], row.length + first, self.device)
+            given = inputs(self.model, tree.tokens[None, first:], row.length + row.offset + first, self.device)
             output = self.model(**given, **{self.cache_name: self.cache}, use_cache=True, **options)
             hidden = side_by_side(output.hidden_states, layers) if layers else None
             found.append(Outputs(output.logits[0], None if hidden is None else hidden[0]))

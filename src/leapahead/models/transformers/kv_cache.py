@@ -34,7 +34,7 @@ from leapahead.core.errors import CacheFull
 from leapahead.core.tree import UNLIMITED
 from leapahead.models.captured import TopK
 from leapahead.models.prefix import common_prefix
-from leapahead.models.transformers.planes import Planes, Views
+from leapahead.models.transformers.planes import Planes, Views, kind
 
 FIRST_CAPACITY = 256
 # Planes of one shape are stacked in so many tensors at most, of so many planes at least: moving entries takes one
@@ -54,6 +54,8 @@ class Row:
         slots: where the entry of each pending node lies, counted from `length`; None if each at its own number.
         left_out: entries of committed tokens that it does not hold, so that the next token is at the position
             `length + left_out`; 0 but where a part of another row is copied (`retrieval`).
+        offset: what the model counts beyond the tokens: it is told their positions plus this. 0 but behind images whose
+            positions are counted otherwise.
         extent: no slot from here on was ever written.
         busy: whether an open session owns it.
         reserved: the length that its sequence is expected to grow to.
@@ -67,6 +69,7 @@ class Row:
     pending: int = 0
     slots: Sequence[int] | None = None
     left_out: int = 0
+    offset: int = 0
     extent: int = 0
     busy: bool = False
     reserved: int = 0
@@ -198,7 +201,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def share(self, row: Row, source: Row, shared: int) -> None:
         """Gives a free row what another one, or itself, has of its first `shared` tokens."""
-        row.length = 0
+        row.length, row.offset = 0, source.offset if shared else 0
         if source is not row:
             for group in self.groups:
                 group.entries[:, row.index, :, :shared] = group.entries[:, source.index, :, :shared]
@@ -356,7 +359,7 @@ class KVCache(Cache):  # type: ignore[misc]
             return
         kinds: dict[object, list[tuple[int, int]]] = {}
         for place, (group, plane) in self._place.items():
-            kinds.setdefault(_kind(group.entries[plane]), []).append(place)
+            kinds.setdefault(kind(group.entries[plane]), []).append(place)
         groups = []
         for places in kinds.values():
             size = max(LEAST_STACK, -(-len(places) // STACKS))
@@ -393,8 +396,3 @@ class KVCache(Cache):  # type: ignore[misc]
         while len(self.layers) <= layer_idx:
             self.layers.append(self.layer_class_to_replicate())
         return self.layers[layer_idx].update(key_states, value_states)  # type: ignore[no-any-return]
-
-
-def _kind(plane: Tensor) -> object:
-    """Planes of one kind can be stacked: [rows, heads, capacity, dim]."""
-    return plane.shape[1], plane.shape[3], plane.dtype, plane.device

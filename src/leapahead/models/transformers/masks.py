@@ -14,7 +14,7 @@ themselves, so that no row of a mask is empty.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ class Inputs:
         end: number of slots that the forward reads.
         straight: whether the positions of the new nodes of every tree are `end - n`, `end - n + 1`, ..., which is what
             a model counts that is not told positions, and whether all entries lie at the slot of their position.
+        offsets: int64 [batch, 1]; see `Row.offset`; None for none.
     """
 
     tokens: Tensor
@@ -54,6 +55,7 @@ class Inputs:
     ancestors: Tensor
     end: int
     straight: bool = False
+    offsets: Tensor | None = None
 
     @classmethod
     def of(
@@ -63,6 +65,7 @@ class Inputs:
         device: torch.device,
         num_computed: Sequence[int] | None = None,
         left_out: Sequence[int] | None = None,
+        offsets: Sequence[int] = (),
     ) -> Inputs:
         """Of these trees.
 
@@ -72,6 +75,7 @@ class Inputs:
             device: of the tensors.
             num_computed: see `Target.step`.
             left_out: see `Row.left_out`; a pattern of attention by positions is not possible with it.
+            offsets: see `Row.offset`.
         """
         num_computed, left_out = num_computed or [0] * len(trees), left_out or [0] * len(trees)
         n = max(len(tree) - first for tree, first in zip(trees, num_computed, strict=True))
@@ -83,7 +87,8 @@ class Inputs:
         begins = {length + first for length, first in zip(lengths, num_computed, strict=True)}
         moved = torch.from_numpy(values).to(device)  # one transfer
         straight = len(begins) == 1 and not any(left_out) and all(tree.is_chain for tree in trees)
-        return cls.over(moved, torch.from_numpy(ancestors).to(device), max(begins) + n, straight)
+        found = cls.over(moved, torch.from_numpy(ancestors).to(device), max(begins) + n, straight)
+        return replace(found, offsets=torch.tensor(offsets, device=device)[:, None]) if any(offsets) else found
 
     @classmethod
     def over(cls, values: Tensor, ancestors: Tensor, end: int, straight: bool = False) -> Inputs:
@@ -91,6 +96,11 @@ class Inputs:
         _, n, own = ancestors.shape
         tokens, positions, slots, there, length = torch.split(values, [n, n, own, own, 1], dim=1)
         return cls(tokens, positions, length[:, 0], slots, there, ancestors, end, straight)
+
+    @property
+    def told(self) -> Tensor:
+        """int64 [batch, n]: the positions of the new nodes as the model is told them. Masks count the tokens alone."""
+        return self.positions if self.offsets is None else self.positions + self.offsets
 
     @property
     def key_positions(self) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from threading import RLock
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError, Refused, first_line
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.parameters import is_whole
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import UNLIMITED, IntArray, TokenTree
@@ -37,10 +38,12 @@ from leapahead.models.base import (
 )
 from leapahead.models.captured import TopK, prompt_rows
 from leapahead.models.choices import Choices, PromptRows, Rows, best
+from leapahead.models.prompt_entries import PromptEntries
 from leapahead.models.transformers import (
     changes,
     choosing,
     embeddings,
+    entries,
     executors,
     families,
     require_version,
@@ -145,13 +148,13 @@ class TransformersTarget:
             raise BadParameter(f"cache_tokens={cache_tokens!r} is not possible: it must be at least 2, or None")
         self.model = model = self._language_model(model)
         self.config = families.text_config(model)
-        self.autocast = autocast()
+        self.autocast, self._given = autocast(), count()
         self.lock, self._name = RLock(), name or model.config.name_or_path or type(model).__name__
         if not model._is_stateful:
             families.attention_implementation(model)
         model.eval()
         with forwards("the test of the model", 1, model.device, self.autocast):
-            logits = self._first_logits()
+            logits = executors.first_logits(model, self._name)
             self.device, vocab_size = logits.device, logits.shape[-1]
             self.context_length = families.context_length(self.config)
             self._ids = families.ordinary_ids(model.config, self.config, vocab_size)
@@ -222,6 +225,20 @@ class TransformersTarget:
         with forwards(f"a prompt of {len(prompt)} tokens", 1, self.device, self.autocast):
             state = self.executor.open(prompt, reuse, min(reserve, self.info.context_length), owner)
         return TransformersSession(prompt, state, self._sampler(params, prompt), capture)
+
+    def open_entries(
+        self, tokens: Sequence[int], params: SamplingParams, begin: PromptEntries, capture: Capture, reserve: int = 0
+    ) -> TransformersSession:
+        """See `TakesEntries`."""
+        entries.require(self.info, self.executor, capture)
+        session = self.open(tokens, params, replace(capture, top_k=0), reserve, f"given {next(self._given)}")
+        try:
+            with forwards(f"a prompt of {len(session.tokens)} tokens", 1, self.device, self.autocast):
+                entries.write(session.state, begin)
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     def prefill(self, session: TransformersSession, max_tokens: int) -> PromptRows | None:
         start, last = session.state.length, len(session.tokens) - 1
@@ -353,26 +370,6 @@ class TransformersTarget:
             return torch.from_numpy(array).to(self.device)
 
         return Sampler(params, tokens, vocab_size, to_array, on_device=not self._on_host)
-
-    def _first_logits(self) -> Tensor:
-        """The model's logits for one token, to know their width and device."""
-        if self.model.device.type == "meta":
-            raise Refused(
-                f"the first weights of {self._name} are on the meta device, as where they are offloaded; load the "
-                "model where they fit, for example with device_map='cpu'"
-            )
-        try:
-            logits = selftest.own_logits(self.model, selftest.ONE_TOKEN)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise Refused(
-                f"{self._name} does not give logits for token ids alone ({first_line(error)}); load a causal language "
-                "model, as AutoModelForCausalLM does"
-            ) from error
-        if logits.isnan().any() or logits.isposinf().any():
-            raise BadLogits(f"{self._name} gives NaN or infinite logits for a single token; try dtype float32")
-        return logits
 
     def _tested_executor(
         self, exclusive: bool, exact: bool, own: selftest.OwnOutputs

@@ -61,3 +61,8 @@ class Planes:
         slots = torch.arange(total) + (starts - ends + counts).repeat_interleave(counts, output_size=total)
         slots = slots[:, None] + torch.arange(heads) * capacity  # [nodes, heads]
         return Views(self.entries.flatten(1, 3).unbind(), slots.flatten().to(self.entries.device), read)
+
+
+def kind(plane: Tensor) -> object:
+    """Planes of one kind can be stacked: [rows, heads, capacity, dim]."""
+    return plane.shape[1], plane.shape[3], plane.dtype, plane.device

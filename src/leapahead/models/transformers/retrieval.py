@@ -109,6 +109,7 @@ class Retrieved:
         self.settings, self.row, self.source, self.cache = settings, row, source, cache
         self.tokens = row.tokens
         self.block = cache.take([], 0)
+        self.block.offset = row.offset
         self.selections = 0
         self._means: dict[int, Tensor] = {}  # layer -> [key heads, capacity, dim]
         self._known: dict[int, int] = {}  # layer -> chunks whose mean key is known
