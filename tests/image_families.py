@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.architectures import SIZES, VOCABULARY, sharpen
+from architectures import MIXED, SIZES, VOCABULARY, sharpen
 
 IMAGE, VIDEO, BEGIN, END, PAD = 110, 111, 112, 113, 0
 TEXT = {**SIZES, "bos_token_id": None, "eos_token_id": None, "head_dim": 8}
@@ -135,6 +135,26 @@ def _sized(rows: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
     return {"pixel_values": found, "image_sizes": torch.tensor(sizes)}
 
 
+def _tiles(rows: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
+    """As LLaVA-NeXT has them: the whole image and its two halves, and the size of each."""
+    sizes = [(8, 16) if each.wide else (16, 8) for each in _flat(rows)]
+    return {
+        "pixel_values": torch.stack([_values(each, 3, 3, 8, 8) for each in _flat(rows)]),
+        "image_sizes": torch.tensor(sizes),
+    }
+
+
+def _sounds(rows: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
+    """As Voxtral has them: the spectrum of each."""
+    return {"input_features": torch.stack([_values(each, 8, 32) for each in _flat(rows)])}
+
+
+def _masked_sounds(rows: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
+    """As Qwen2-Audio has them: the spectrum of each, and how long it is."""
+    lengths = torch.tensor([32 if each.wide else 20 for each in _flat(rows)])
+    return {**_sounds(rows), "feature_attention_mask": (torch.arange(32) < lengths[:, None]).long()}
+
+
 QWEN = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 2, "depth": 1}
 QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
 MM = "mm_token_type_ids"
@@ -188,9 +208,10 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         "Gemma3",
         {
-            "text_config": {**TEXT, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+            "text_config": {**TEXT, **MIXED, "sliding_window": 8, "tie_word_embeddings": False},
             "vision_config": SQUARE,
             "mm_tokens_per_image": 4,
+            "tie_word_embeddings": False,
         },
         _square(8),
         lambda picture: 4,
@@ -239,12 +260,78 @@ FAMILIES: dict[str, Family] = {
     "llava_pixtral": Family(
         "Llava",
         {
-            "text_config": {**TEXT, "model_type": "mistral", "sliding_window": 8},
+            "text_config": {**TEXT, "model_type": "mistral", "sliding_window": 40},
             "vision_config": {**LARGE, "image_size": 32, "model_type": "pixtral", "head_dim": 8},
             "vision_feature_layer": -1,
             "vision_feature_select_strategy": "full",
         },
         _sized,
         lambda picture: 24 if picture.wide else 16,
+    ),
+    "llava_next": Family(
+        "LlavaNext",
+        {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": {**SQUARE, "model_type": "clip_vision_model"},
+            "image_grid_pinpoints": [[8, 16], [16, 8]],
+        },
+        _tiles,
+        lambda picture: 14 if picture.wide else 16,
+        ids={"image_token_index": IMAGE},
+    ),
+    "llava_onevision": Family(
+        "LlavaOnevision",
+        {
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "vision_config": {**SQUARE, "model_type": "siglip_vision_model"},
+            "image_grid_pinpoints": [[8, 16], [16, 8]],
+        },
+        _tiles,
+        lambda picture: 14 if picture.wide else 16,
+        ids={"image_token_index": IMAGE, "video_token_index": VIDEO},
+    ),
+    "qwen2_audio": Family(
+        "Qwen2Audio",
+        {
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "audio_config": {
+                "num_mel_bins": 8,
+                "encoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 16,
+                "d_model": 16,
+                "max_source_positions": 16,
+            },
+        },
+        _masked_sounds,
+        lambda picture: 8 if picture.wide else 5,
+        ids={"audio_token_index": IMAGE},
+    ),
+    "voxtral": Family(
+        "Voxtral",
+        {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "audio_config": {**VISION, "intermediate_size": 64, "num_mel_bins": 8, "max_source_positions": 16},
+        },
+        _sounds,
+        lambda picture: 4,
+        ids={"audio_token_id": IMAGE},
+    ),
+    "glm4v": Family(
+        "Glm4v",
+        {
+            "text_config": {**MROPE, "partial_rotary_factor": 1.0},
+            "vision_config": {
+                **QWEN,
+                "hidden_size": 16,
+                "out_hidden_size": 32,
+                "intermediate_size": 16,
+                "image_size": 16,
+            },
+        },
+        _patches,
+        _merged,
+        types=MM,
+        ids={"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": BEGIN, "image_end_token_id": END},
     ),
 }

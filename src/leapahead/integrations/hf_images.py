@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from leapahead.core.errors import Refused
-from leapahead.integrations.hf_fields import CACHES, inputs_read_once
+from leapahead.integrations.hf_fields import CACHES
 from leapahead.models.base import NOTHING
 from leapahead.models.prompt_entries import PromptEntries
 from leapahead.models.transformers import entries, selftest
@@ -78,7 +78,6 @@ def read(
         Refused: the text that follows cannot be decoded as `model.generate` does.
     """
     entries.require(target.info, target.executor, NOTHING)
-    offsets = _offsets(model_kwargs.get("position_ids"), input_ids.shape[1], pads, inputs_read_once(model_kwargs))
     name = next((name for name in CACHES if name in model_kwargs), cache_name(model))
     cache = DynamicCache()  # not that of Transformers, whose layers with a window drop what is outside of it
     kwargs = {**model_kwargs, name: cache, "use_cache": True}
@@ -86,6 +85,7 @@ def read(
     with target.lock, forwards(what, len(input_ids), target.device, target.autocast):
         given = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **kwargs)
         logits = model(**given, return_dict=True).logits[:, -1].clone()
+    offsets = _offsets(given.get("position_ids"), input_ids.shape[1], pads)
     layers = {index: (layer.keys, layer.values) for index, layer in enumerate(cache.layers) if layer.is_initialized}
     last = input_ids.shape[1] - 1  # its entry is computed again, by the first step
     if any(part.shape[:3:2] != (len(input_ids), last + 1) for parts in layers.values() for part in parts):
@@ -105,15 +105,14 @@ def read(
     ]
 
 
-def _offsets(position_ids: Tensor | None, length: int, pads: Sequence[int], inputs: Sequence[str]) -> list[int]:
+def _offsets(position_ids: Tensor | None, length: int, pads: Sequence[int]) -> list[int]:
     """How far the position of each row's last token is beyond its index; those of the new tokens follow it.
 
     Args:
-        position_ids: as Transformers prepared them, [rows, length] or [1, length], or for several positions of each
+        position_ids: as the model was given them, [rows, length] or [1, length], or for several positions of each
             token [3, rows, length], or [4, ...] with the plain one in front; None where the model counts itself.
         length: tokens of a row.
         pads: of them, padding.
-        inputs: that make the positions, for the message.
     """
     if position_ids is None:
         return [0] * len(pads)
@@ -121,7 +120,7 @@ def _offsets(position_ids: Tensor | None, length: int, pads: Sequence[int], inpu
     last = own[1 if len(own) > 3 else 0 :, :, -1].expand(-1, len(pads)).cpu()
     if bool((last != last[0]).any()):
         raise Refused(
-            f"a prompt that ends within an image or a video ({', '.join(inputs)}) is not supported by leapahead.hf: its "
-            f"last token has several positions; let text follow, as a chat template does"
+            "a prompt that ends within an image or a video is not supported by leapahead.hf: its last token has "
+            "several positions; let text follow, as a chat template does"
         )
     return [int(position) - (length - pad - 1) for position, pad in zip(last[0], pads, strict=True)]

@@ -201,7 +201,7 @@ def _refuse_encoder(model: Any, name: str, ids: IntArray) -> None:
         remedy = "" if getattr(model.config, "is_decoder", True) else ", or set is_decoder in the config of a decoder"
         raise Refused(
             f"{name} is no causal language model: its logits change with later tokens, as those of an encoder "
-            f"({type(model).__name__}); load a causal language model{remedy}"
+            f"({model.__class__.__name__}); load a causal language model{remedy}"
         )
 
 
