@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from architectures import MIXED, SIZES, sharpen
 from torch import Tensor
-
-from architectures import MIXED, SIZES, VOCABULARY, sharpen
 
 IMAGE, VIDEO, BEGIN, END, PAD = 110, 111, 112, 113, 0
 TEXT = {**SIZES, "bos_token_id": None, "eos_token_id": None, "head_dim": 8}
@@ -156,7 +155,12 @@ def _masked_sounds(rows: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
 
 
 QWEN = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 2, "depth": 1}
-QWEN_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+QWEN_IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": BEGIN,
+    "vision_end_token_id": END,
+}
 MM = "mm_token_type_ids"
 MROPE = {**TEXT, **ROPE}
 
@@ -217,22 +221,21 @@ FAMILIES: dict[str, Family] = {
         lambda picture: 4,
         types="token_type_ids",
     ),
-    "paligemma": Family(
-        "PaliGemma",
-        {"text_config": {**TEXT, "model_type": "gemma"}, "vision_config": {**SQUARE, "projection_dim": 32}, "projection_dim": 32},
-        _square(8),
-        lambda picture: 4,
-        types="token_type_ids",
-    ),
     "llava": Family(
         "Llava",
-        {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": {**SQUARE, "model_type": "clip_vision_model"}},
+        {
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": {**SQUARE, "model_type": "clip_vision_model"},
+        },
         _square(8),
         lambda picture: 4,
     ),
     "internvl": Family(
         "InternVL",
-        {"text_config": {**TEXT, "model_type": "qwen2"}, "vision_config": {**LARGE, "image_size": [16, 16], "patch_size": [4, 4]}},
+        {
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "vision_config": {**LARGE, "image_size": [16, 16], "patch_size": [4, 4]},
+        },
         _square(16),
         lambda picture: 4,
     ),
@@ -332,6 +335,24 @@ FAMILIES: dict[str, Family] = {
         _patches,
         _merged,
         types=MM,
-        ids={"image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": BEGIN, "image_end_token_id": END},
+        ids={
+            "image_token_id": IMAGE,
+            "video_token_id": VIDEO,
+            "image_start_token_id": BEGIN,
+            "image_end_token_id": END,
+        },
     ),
 }
+
+# Its own forward of text attends to later tokens.
+PALIGEMMA = Family(
+    "PaliGemma",
+    {
+        "text_config": {**TEXT, "model_type": "gemma"},
+        "vision_config": {**SQUARE, "projection_dim": 32},
+        "projection_dim": 32,
+    },
+    _square(8),
+    lambda picture: 4,
+    types="token_type_ids",
+)

@@ -9,7 +9,21 @@ import pytest
 import torch
 import transformers
 from architectures import BY_NAME, SIZES, sharpen
-from image_families import BEGIN, END, FAMILIES, IMAGE, MROPE, PAD, QWEN, QWEN_IDS, TEXT, VIDEO, VISION, Family, Picture
+from image_families import (
+    BEGIN,
+    END,
+    FAMILIES,
+    IMAGE,
+    PAD,
+    PALIGEMMA,
+    QWEN,
+    QWEN_IDS,
+    TEXT,
+    VIDEO,
+    VISION,
+    Family,
+    Picture,
+)
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
@@ -108,7 +122,7 @@ def test_texts_with_placeholders(name: str) -> None:
     assert any(token != IMAGE for token in texts[0])
     for drafter in ("plain", *DRAFTERS):
         assert ours(model, inputs, drafter, sequence_bias=bias).tolist() == theirs.tolist(), drafter
-    drafted = ours(model, inputs, prediction=[*[IMAGE] * 8, *texts[0]], sequence_bias=bias)
+    drafted = ours(model, inputs, "prediction", prediction=[*[IMAGE] * 8, *texts[0]], sequence_bias=bias)
     assert drafted.tolist() == theirs.tolist()
 
 
@@ -116,7 +130,7 @@ def test_texts_with_placeholders(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 def test_videos(name: str) -> None:
     """Three frames, of which each takes a position of its own."""
-    family, model = built(name)
+    _, model = built(name)
     grids, tokens = torch.tensor([[3, 4, 4]]), 12
     ids = torch.tensor([[*HEAD, *[VIDEO] * tokens, *TAIL]])
     if name == "qwen3_vl":  # whose frames stand apart, each behind the time of its own
@@ -289,6 +303,12 @@ def test_a_prompt_that_ends_within_an_image(name: str) -> None:
         ours(model, family.inputs([*HEAD, Picture(1)]))
 
 
+@pytest.mark.slow
+def test_a_model_whose_text_attends_to_later_tokens() -> None:
+    with pytest.raises(Refused, match="PaliGemmaForConditionalGeneration is no causal language model"):
+        ours(PALIGEMMA.build(), one(PALIGEMMA))
+
+
 def test_models_whose_prompts_are_more_than_entries() -> None:
     """Of a hybrid model the recurrent states would be missing."""
     vision = {**QWEN, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16, "num_position_embeddings": 16}
@@ -297,7 +317,7 @@ def test_models_whose_prompts_are_more_than_entries() -> None:
     )
     torch.manual_seed(0)
     model = sharpen(transformers.Qwen3_5ForConditionalGeneration(config).eval())
-    with pytest.raises(Refused, match="cannot go on from a prompt that was read with images or sounds: not all that it"):
+    with pytest.raises(Refused, match="cannot go on from a prompt that was read with images or sounds: not all"):
         ours(model, one(FAMILIES["qwen2_vl"]), "plain")
 
 
@@ -319,5 +339,5 @@ def test_models_that_look_at_the_image_in_every_forward() -> None:
 
 
 def test_targets_that_take_no_entries() -> None:
-    with pytest.raises(Refused, match="toy.* takes no entries of prompts"):
+    with pytest.raises(Refused, match=r"toy.* takes no entries of prompts"):
         opened(ToyTarget(), [1, 2], SamplingParams(), PromptEntries({}))

@@ -38,7 +38,6 @@ from leapahead.inputs import Inputs, encoded_predictions
 from leapahead.integrations.hf_batch import Batch
 from leapahead.integrations.hf_encoded import encoder_inputs
 from leapahead.integrations.hf_engine import ModelEngine, engine_of
-from leapahead.integrations.hf_images import read
 from leapahead.integrations.hf_fields import FIELDS, SYNCED, refuse, refuse_cache, refuse_field
 from leapahead.integrations.hf_streaming import Streaming, guarded
 from leapahead.models.transformers import families
@@ -124,9 +123,7 @@ def generate(
         with engine_of(model) as kept:
             found = kept.engine.drafter(drafter, **options)
             if batch.read_once:
-                pads = [len(row.pads) for row in batch.rows]
-                for row, prompt in zip(batch.rows, read(model, kept.target, input_ids, pads, model_kwargs), strict=True):
-                    row.read = prompt
+                batch.read(model, kept.target, model_kwargs)
             predictions = _predictions(prediction, found, kept, len(batch.rows))
             cache = kept.drafter_cache(drafter_cache)
             streaming = Streaming(streamer, batch)

@@ -26,13 +26,14 @@ from leapahead.drafters.base import Drafter
 from leapahead.engine.request import Request
 from leapahead.integrations.hf_encoded import EncoderInput
 from leapahead.integrations.hf_fields import inputs_read_once
-from leapahead.integrations.hf_images import ReadPrompt
+from leapahead.integrations.hf_images import ReadPrompt, read
 from leapahead.integrations.hf_processors import of_row, sampling_params
 from leapahead.models.base import Session, Target, read_prompt
 from leapahead.models.choices import Choices
 from leapahead.models.decoder import AT_START, DecoderInput
 from leapahead.models.encoder_decoder import EncodesPrompts, opened
 from leapahead.models.prompt_entries import PromptEntries
+from leapahead.models.transformers.model import TransformersTarget
 from leapahead.planner.draft import Proposal, SectionStore, Step
 
 
@@ -217,6 +218,12 @@ class Batch:
             Row(self, i, input_ids[i], count, processors, encoded[i] if encoded is not None else None)
             for i, count in enumerate(pads)
         ]
+
+    def read(self, model: Any, target: TransformersTarget, model_kwargs: Mapping[str, Any]) -> None:
+        """Has the model read the prompts of all rows, see `hf_images.read`."""
+        pads = [len(row.pads) for row in self.rows]
+        for row, prompt in zip(self.rows, read(model, target, self.input_ids, pads, model_kwargs), strict=True):
+            row.read = prompt
 
     @property
     def keeps(self) -> bool:

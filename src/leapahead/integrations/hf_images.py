@@ -88,7 +88,7 @@ def read(
     offsets = _offsets(given.get("position_ids"), input_ids.shape[1], pads)
     layers = {index: (layer.keys, layer.values) for index, layer in enumerate(cache.layers) if layer.is_initialized}
     last = input_ids.shape[1] - 1  # its entry is computed again, by the first step
-    if any(part.shape[:3:2] != (len(input_ids), last + 1) for parts in layers.values() for part in parts):
+    if not layers or any(part.shape[:3:2] != (len(input_ids), last + 1) for parts in layers.values() for part in parts):
         raise Refused(
             f"{target.info.name} keeps other KV entries than one for each token of a prompt with images or sounds; "
             f"{entries.INSTEAD}"
