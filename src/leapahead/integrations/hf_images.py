@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from leapahead.core.errors import Refused
+from leapahead.core.errors import BadLogits, Refused
 from leapahead.integrations.hf_fields import CACHES
 from leapahead.models.base import NOTHING
 from leapahead.models.prompt_entries import PromptEntries
@@ -48,12 +48,17 @@ class ReadPrompt:
     name: str
 
     def check(self, logits: Tensor) -> None:
-        """Refuses a model that does not go on from the entries as it does by itself.
+        """Compares them with those of our own forward over the last token, [vocab].
 
-        Args:
-            logits: [vocab], of our own forward over the last token.
+        Raises:
+            Refused: the model does not go on from the entries as it does by itself.
+            BadLogits: it gives NaN.
         """
         own, found = self.logits.float(), logits.to(self.logits.device).float()
+        if bool(own.isnan().any()):
+            raise BadLogits(
+                f"{self.name} gives NaN logits after the prompt; try dtype float32, or rows without padding"
+            )
         counted = own.abs() < selftest.BANNED
         error = float(((found - own).abs() / own[counted].std()).where(counted, 0.0).max())
         if error > (MOST if self.logits.dtype in selftest.FULL else MOST_IN_HALF):
