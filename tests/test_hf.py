@@ -953,8 +953,10 @@ def test_text_of_a_model_that_takes_images(name: str) -> None:
     for inputs in (SINGLE, BATCH):
         assert ours(model, inputs, "lookahead").tolist() == theirs(model, inputs).tolist()
     processors: Any = LogitsProcessorList()
-    with pytest.raises(Refused, match=r"the model input image is not supported by leapahead\.hf, which takes text"):
-        hf_fields.refuse(model, model.generation_config, processors, {"mm_encoder_outputs": {"image": None}})
+    with pytest.raises(
+        Refused, match=r"the model input 'inputs_embeds' is not supported by leapahead\.hf, which takes"
+    ):
+        hf_fields.refuse(model, model.generation_config, processors, {"inputs_embeds": torch.ones(1)})
 
 
 def test_quantised_models() -> None:
