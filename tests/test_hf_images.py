@@ -116,11 +116,10 @@ def test_the_texts_of_several_rows(name: str) -> None:
 def test_texts_with_placeholders(name: str) -> None:
     """Ids of images that the model writes, and that are drafted, are tokens like others."""
     family, model = built(name)
-    inputs, bias = several(family), {(IMAGE,): 2.0, (BEGIN,): 2.0, (VIDEO,): 1.0}
+    inputs, bias = several(family), {(IMAGE,): 4.0, (BEGIN,): 4.0, (VIDEO,): 2.0}
     theirs = greedy(model, inputs, sequence_bias=bias)
     texts = new(inputs, theirs)
-    assert any(text.count(IMAGE) > 2 for text in texts)
-    assert any(token != IMAGE for token in texts[0])
+    assert any(2 < text.count(IMAGE) < NEW for text in texts)
     for drafter in ("plain", *DRAFTERS):
         assert ours(model, inputs, drafter, sequence_bias=bias).tolist() == theirs.tolist(), drafter
     drafted = ours(model, inputs, "prediction", prediction=[*[IMAGE] * 8, *texts[0]], sequence_bias=bias)
