@@ -604,7 +604,7 @@ def test_the_gpu_is_the_one_that_the_model_is_on(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number=0: f"GPU {number}")
     named = ((None, "GPU 0"), ("auto", "GPU 0"), ("cuda:1", "GPU 1"), ("cuda:2", None), ("cpu", None))
     assert [conditions(device=device)["gpu"] for device, _ in named] == [name for _, name in named]
-    assert "device" not in conditions(device="cuda:1")
+    assert conditions(device="cuda:1")["device"] == "cuda:1"
     target = loading.load(device="cpu").target
     assert (conditions(target)["device"], conditions(target)["gpu"]) == ("cpu", None)
     monkeypatch.setattr("leapahead.bench.conditions.describe", lambda target: {"device": "cuda:1"})

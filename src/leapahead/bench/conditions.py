@@ -26,15 +26,14 @@ def silent(what: str, done: int, total: int) -> None:
     """A `Progress` that shows nothing."""
 
 
-def conditions(target: Target | None = None, device: str | None = None, **more: Any) -> Data:
+def conditions(target: Target | None = None, **more: Any) -> Data:
     """The conditions to be stored beside a measurement, as plain types.
 
     Two runs on one installation and machine have the same ones.
 
     Args:
         target: is described as well, see `describe`.
-        device: that models are to be loaded on, whose GPU is named where no target is given.
-        more: added by the caller.
+        more: added by the caller. A `device` is that of the models, whose GPU is named where no target is given.
     """
     described = {} if target is None else describe(target)
     found: Data = {
@@ -42,7 +41,7 @@ def conditions(target: Target | None = None, device: str | None = None, **more: 
         "commit": commit(),
         "system": platform.platform(),
         "cpu": processor(),
-        "gpu": gpu(described.get("device", device)),
+        "gpu": gpu(described.get("device", more.get("device"))),
     }
     if target is not None:
         found |= {"target": target.info.name, "precision": target.info.precision, **described}
