@@ -108,6 +108,9 @@ def test_paths_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BadParameter, match="cannot be loaded"):
         load(tmp_path)
+    (tmp_path / "openvino_language_model.xml").touch()
+    with pytest.raises(Refused, match="has a model of text and images for OpenVINO, of which leapahead decodes none"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("is_absolute", [True, False])

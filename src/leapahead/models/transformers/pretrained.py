@@ -238,6 +238,11 @@ def _source(name_or_path: str | Path, file: str, trust_remote_code: bool) -> tup
             what = "Transformers model" if file == "config.json" else "tokenizer"
             remedy = trained_in(folder) or checkpoint.adapter_in(folder) or _gguf_in(folder)
             raise BadParameter(f"the folder {name!r} has no {file}, so it is not a {what}{remedy}")
+        if file == "config.json" and (folder / "openvino_language_model.xml").is_file():
+            raise Refused(
+                f"the folder {name!r} has a model of text and images for OpenVINO, of which leapahead decodes none; "
+                "give the folder or the hub name of a model of text, or of its original for Transformers"
+            )
         return str(folder), options
     if folder.is_file():
         raise BadParameter(
