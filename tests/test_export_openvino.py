@@ -18,6 +18,7 @@ from architectures import ARCHITECTURES, BY_NAME, Architecture
 
 from leapahead import LLM
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.inputs import chat_text
 from leapahead.models import loading
 from leapahead.models.openvino import gguf, store
 from leapahead.models.openvino.compiled import CONTEXT_LENGTH, STATEFUL
@@ -184,6 +185,15 @@ def test_the_context_length_is_in_the_graph(folders: Any) -> None:
     graph = CORE.read_model(folders("f32").path / "openvino_model.xml")
     assert graph.get_rt_info(["leapahead", "context_length"]).astype(str) == "512"
     assert graph.get_rt_info(["leapahead", "weights"]).astype(str) == "f32"
+
+
+def test_a_template_that_openvino_does_not_render(folders: Any) -> None:
+    from leapahead.models.openvino.tokenizer import OpenVinoTokenizer
+
+    tokenizer = OpenVinoTokenizer(folders("f32").path)
+    tokenizer._tokenizer.set_chat_template("{{ 1 if x is undefined else 2 }}")
+    with pytest.raises(BadParameter, match=r"fails: Unknown type for 'is' operator.*; where it is right, install"):
+        chat_text([{"role": "user", "content": "A"}], tokenizer)
 
 
 def test_a_model_without_tokenizer(tiny_folder: Path, tmp_path: Path, converted: None) -> None:

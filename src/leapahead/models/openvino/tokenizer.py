@@ -13,7 +13,8 @@ from typing import Any
 
 import openvino_genai
 
-from leapahead.core.errors import BadParameter, Refused, first_line
+from leapahead.core.errors import BadParameter, Refused
+from leapahead.models.openvino.compiled import cause
 
 
 class OpenVinoTokenizer:
@@ -35,7 +36,7 @@ class OpenVinoTokenizer:
             self._tokenizer: Any = openvino_genai.Tokenizer(str(folder))
         except RuntimeError as error:
             raise BadParameter(
-                f"the tokenizer of {str(folder)!r} cannot be loaded: {first_line(error)}; export the model again"
+                f"the tokenizer of {str(folder)!r} cannot be loaded: {cause(error)}; export the model again"
             ) from None
         self.eos_token_id = _or_none(self._tokenizer.get_eos_token_id())
         self.bos_token_id = _or_none(self._tokenizer.get_bos_token_id())
@@ -90,7 +91,11 @@ class OpenVinoTokenizer:
             more = {"extra_context": variables} if variables else {}
             return str(self._tokenizer.apply_chat_template(conversation, add_generation_prompt, **more))
         except RuntimeError as error:
-            raise ValueError(f"the chat template of the folder fails: {first_line(error)}") from None
+            reason = cause(RuntimeError(str(error).rpartition("Minja's error: ")[2]))  # behind general advice
+            raise ValueError(
+                f"the chat template of the folder fails: {reason}; where it is right, install Transformers, which has "
+                "all of Jinja"
+            ) from None
 
 
 def _or_none(token: int) -> int | None:
