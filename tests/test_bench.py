@@ -489,7 +489,7 @@ def run(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> A
     """`leapahead bench` with the tiny model as the bundled one, on a task of two prompts unless `data` is named."""
     monkeypatch.setattr(loading, "bundled", lambda: str(tiny_folder))
     monkeypatch.setattr(
-        "leapahead.bench.plan.conditions", lambda: {"versions": {"leapahead": "0"}, **dict.fromkeys(MACHINE)}
+        "leapahead.bench.plan.conditions", lambda **_: {"versions": {"leapahead": "0"}, **dict.fromkeys(MACHINE)}
     )
     folder = tmp_path / "small"
     folder.mkdir()
