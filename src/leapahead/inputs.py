@@ -58,9 +58,7 @@ class OneText(TypedDict, total=False):
     acceptance: str | Relaxed
 
 
-class Options(OneText, total=False):
-    """All of them."""
-
+class Options(OneText, total=False):  # all of them
     n: int
 
 
