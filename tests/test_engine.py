@@ -732,6 +732,10 @@ def test_a_drafter_of_another_engine_is_refused() -> None:
     assert engine.drafter(drafter) is engine.drafter(drafter) is drafter
     with pytest.raises(BadParameter, match="drafter 'auto' belongs to another engine; make one for each"):
         Engine(ToyTarget()).drafter(drafter)
+    with pytest.raises(BadParameter, match="drafter 'auto' belongs to another engine; make one for each"):
+        Engine(ToyTarget()).submit(Request([1], drafter))
+    with pytest.raises(BadParameter, match=r"it must be a drafter, which Engine\.drafter gives"):
+        Request([1], registry.make("auto"))
 
 
 def test_a_criterion_cannot_wait_for_its_own_engine() -> None:

@@ -788,6 +788,7 @@ def test_a_prompt_that_is_too_long() -> None:
     ("model", "options", "sentence"),
     [
         (3, {}, "a model must be a name, a path, a loaded Transformers model or a leapahead target, got int"),
+        (SimpleNamespace(info=ToyTarget().info, cost=len), {}, "no target without lock, .*, fork, step$"),
         ("/no/such/folder", {}, "no folder '/no/such/folder'"),
         (ToyTarget(), {"drafter": "lokahead"}, "did you mean 'lookahead'"),
         (ToyTarget(), {"threads": 2}, r"LLM has no option 'threads' \(did you mean 'n_threads'\?\)"),

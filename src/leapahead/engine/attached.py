@@ -36,9 +36,9 @@ class AttachedDrafters:
             return known
         with self.target.lock:
             found = drafter if isinstance(drafter, Drafter) else registry.make(drafter, **options)
-            if getattr(found, "host", self.host) is not self.host:
-                raise BadParameter(f"this drafter {found.name!r} belongs to another engine; make one for each")
+            self._check(found)
             found.attach(self.host)
+            found.host = self.host  # also where `attach` is a subclass's own
             openmp.release()  # of the forwards that test draft models
             found = self._drafters.setdefault(key, found)
             while len(self._drafters) > MOST:
@@ -47,6 +47,11 @@ class AttachedDrafters:
                 oldest.release()
             return found
 
+    def _check(self, drafter: Drafter) -> None:
+        """Refuses a drafter that was attached by another engine."""
+        if getattr(drafter, "host", self.host) is not self.host:
+            raise BadParameter(f"this drafter {drafter.name!r} belongs to another engine; make one for each")
+
     def release(self) -> None:
         """Tells all drafters that the engine is closed, also where one of them fails."""
         with ExitStack() as stack:  # calls what comes last first
@@ -54,9 +59,14 @@ class AttachedDrafters:
                 stack.callback(drafter.release)
 
     def prepare(self, drafter: Drafter) -> None:
-        """See `Engine.prepare`."""
+        """See `Engine.prepare`.
+
+        Raises:
+            BadParameter: the drafter was attached to the target of another engine.
+        """
         if drafter in self._prepared:
             return
+        self._check(drafter)
         with self.target.lock:
             if drafter not in self._prepared:
                 try:

@@ -71,7 +71,7 @@ class Request:
     on_step: Callable[[Step], None] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.drafter, Drafter):
+        if not (isinstance(self.drafter, Drafter) and hasattr(self.drafter, "host")):  # unattached, it has no host
             raise BadParameter(
                 f"drafter={self.drafter!r} is not possible: it must be a drafter, which Engine.drafter gives"
             )

@@ -66,8 +66,7 @@ class Engine:
         whole("max_batch", max_batch, least=1)
         if prefill_chunk is not None:
             whole("prefill_chunk", prefill_chunk, least=1)
-        self.target, self.tokenizer = target, tokenizer
-        self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
+        self.target, self.tokenizer, self.max_batch, self.prefill_chunk = target, tokenizer, max_batch, prefill_chunk
         self.latency = latency or LatencyProfiles(target.info)
         self.acceptance = acceptance or acceptance_table()
         self._size = [0]  # of the batch under way; what refers to the engine itself would keep the model in a cycle
@@ -104,7 +103,7 @@ class Engine:
             notify: called, from whichever thread drives the engine, when the handle has new output or is over.
 
         Raises:
-            LeapaheadError: the prompt is empty, too long, or has a token outside the vocabulary; the engine is closed.
+            LeapaheadError: no or too long a prompt, a token outside the vocabulary, another engine's drafter; closed.
         """
         return self.submit_samples(request, [request.sampling], notify)[0]
 

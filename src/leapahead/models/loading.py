@@ -167,7 +167,7 @@ def engine_of(model: Any, engine: str = "auto") -> str:
             raise BadParameter(f"engine={engine!r} is not possible for a model that is loaded already; name its folder")
         return "module" if _is_module(model) else "target"
     what = "a name, a path, a loaded Transformers model or a leapahead target"
-    raise BadParameter(f"a model must be {what}, got {type(model).__name__}")
+    raise BadParameter(f"a model must be {what}, got {type(model).__name__}{origin.lacking(model)}")
 
 
 def check(model: Any = None, *, engine: str = "auto", **options: Any) -> None:

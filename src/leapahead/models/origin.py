@@ -1,11 +1,11 @@
-"""How a target was loaded, so that a draft model that is named beside it is loaded in the same way."""
+"""How a target was loaded, so that a draft model named beside it is loaded in the same way; what is no target."""
 
 from __future__ import annotations
 
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from leapahead.models.base import Target
+from leapahead.models.base import Target, TargetInfo
 
 _OPTIONS: WeakKeyDictionary[Target, dict[str, Any]] = WeakKeyDictionary()
 
@@ -18,3 +18,11 @@ def remember(target: Target, **options: Any) -> None:
 def of(target: Target | None) -> dict[str, Any]:
     """The options with which a target was loaded by its name; none of another one."""
     return {} if target is None else dict(_OPTIONS.get(target, {}))
+
+
+def lacking(model: object) -> str:
+    """What an object that has a `TargetInfo` lacks to be a target, for messages; "" for any other object."""
+    if isinstance(model, type) or not isinstance(getattr(model, "info", None), TargetInfo):
+        return ""
+    names = [name for name in (*Target.__annotations__, *vars(Target)) if not name.startswith("_")]
+    return f", which is no target without {', '.join(name for name in names if not hasattr(model, name))}"
