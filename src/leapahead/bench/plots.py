@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from leapahead.bench.conditions import Data
 from leapahead.core.errors import needing
-from leapahead.core.storage import replaceable
+from leapahead.core.storage import replaceable, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,14 +76,9 @@ def save(draw: Callable[[Data], Figure], data: Data, prefix: Path, kinds: Sequen
         matplotlib.rcParams.update(STYLE)
         figure = draw(data)
         for path in paths:
-            place = replaceable(path)
-            part = place.with_name(f".{place.name}.part")  # so that a full disk leaves no part of a figure
             metadata = {"Date": None} if path.suffix == ".svg" else None
-            try:
+            with replacing(replaceable(path)) as part:
                 figure.savefig(part, dpi=DPI, format=path.suffix[1:], metadata=metadata)
-                part.replace(place)
-            finally:
-                part.unlink(missing_ok=True)
     return paths
 
 

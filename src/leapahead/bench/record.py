@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import Any
 from leapahead.bench.cell import PLAIN
 from leapahead.bench.figures import overall, overall_beside
 from leapahead.core.errors import BadParameter, LeapaheadError
-from leapahead.core.storage import replaceable
+from leapahead.core.storage import replaceable, write_text
 
 FILE = "bench.json"
 OVERALL = "overall"  # the task of rows over all tasks
@@ -135,14 +134,8 @@ class Record:
         return rows
 
     def _write(self, path: Path) -> None:
-        """Writes a temporary file and renames it, so that an interrupted write leaves the old file."""
-        path = replaceable(path)
-        part = path.with_suffix(".part")
-        try:
-            part.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
-            os.replace(part, path)
-        finally:  # also after an interrupt
-            part.unlink(missing_ok=True)
+        """Replaces the file in one step."""
+        write_text(replaceable(path), json.dumps(self.as_dict(), indent=1) + "\n")
 
     def _rescue(self) -> str:
         """Writes to the directory of temporary files; says where."""

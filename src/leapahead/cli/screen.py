@@ -23,6 +23,7 @@ from leapahead.cli.command import beside_the_output
 from leapahead.cli.command import say as say
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.stats import Stats
+from leapahead.core.storage import replacing
 from leapahead.drafters import registry
 from leapahead.inputs import Options
 from leapahead.models import loading as models
@@ -319,13 +320,8 @@ def write_file(path: Path, content: str | bytes) -> None:
         if path.exists() and not path.is_file():  # a device or a pipe, which resolve may not find: /dev/stdout
             path.write_bytes(data)
             return
-        place = path.resolve()
-        part = place.with_name(f".{place.name}.{os.getpid()}.part")
-        try:
+        with replacing(path.resolve()) as part:
             part.write_bytes(data)
-            part.replace(place)
-        finally:
-            part.unlink(missing_ok=True)
     except OSError as error:
         raise LeapaheadError(f"{path} cannot be written: {error.strerror}") from None
 

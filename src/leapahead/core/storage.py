@@ -7,6 +7,8 @@ import os
 import secrets
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +27,28 @@ def replaceable(file: Path) -> Path:
     return Path(os.path.realpath(file)) if os.path.islink(file) else file
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a file to be written within the block, which then takes the place of `path` in one step.
+
+    So no reader finds half of it, and a full disk or an interrupt leaves what there was.
+    """
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
-    """Replaces the file in one step, so that no reader finds half of it, and a full disk leaves what it held.
+    """Replaces the file in one step, see `replacing`.
 
     Raises:
         OSError: it cannot be written.
     """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    try:
+    with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:  # also after an interrupt
-        part.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import file_path, flag, unicode_text
-from leapahead.core.storage import replaceable
+from leapahead.core.storage import replaceable, replacing
 from leapahead.core.text import Tokenizer, fingerprint
 from leapahead.core.tree import IntArray
 from leapahead.drafters.sources.datastore import MAGIC, ORDERED, Header
@@ -225,18 +224,14 @@ def write(out: Path, header: Header, documents: Sequence[npt.ArrayLike], progres
     first = np.searchsorted(text[order], np.arange(header.vocab_size + 1))
     begin = header.packed()
     layout, _ = header.layout(len(begin))
-    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")
     try:
-        with temporary.open("xb") as file:
+        with replacing(out) as part, part.open("xb") as file:
             file.write(begin)
             for (start, _, dtype), numbers in zip(layout, (text, order, first), strict=True):
                 file.write(b"\0" * (start - file.tell()))
                 file.write(numbers.astype(dtype).view(np.uint8).data)
-        os.replace(temporary, out)
     except OSError as error:
         raise BadParameter(f"{str(out)!r} cannot be written: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _is_datastore(path: Path) -> bool:
