@@ -404,7 +404,7 @@ def test_reading_the_prompt_is_charged_to_all_tokens_that_may_follow(
     head.prepare = lambda: None  # type: ignore[method-assign]
     prompt = list(range(5, 45))
     plain = llm.engine.latency = FixedLatency(llm.target, {1: 1.0, 16: 1.1})
-    llm.drafter.host = replace(llm.drafter.host, latency=plain)
+    llm.engine._drafters.host = llm.drafter.host = replace(llm.drafter.host, latency=plain)
     head.latency = FixedLatency(llm.target, {1: 0.01, 4: 0.02, 40: 5.0})
     assert llm.generate(prompt, max_new_tokens=48, ignore_eos=True).stats.drafter["eagle3"]["forwards"] > 0
 
