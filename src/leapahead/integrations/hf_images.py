@@ -5,9 +5,9 @@
                                                      └── sessions <────┘
 
 That forward is the first one of Transformers' own loop: which embeddings take the place of which tokens, which of them
-attend to later ones, and their positions are left to the model. The forwards behind it hold text only, in both
-loops, except in a model that reads the image again in each of them (`mllama`). So the first step, which computes the last token
-of the prompt again, must give the logits of the model's own forward; where it does not, the model is refused.
+attend to later ones, and their positions are left to the model. The forwards behind it hold text only, in both loops,
+except in a model that reads the image again in each of them (`mllama`). So the first step, which computes the last
+token of the prompt again, must give the logits of the model's own forward; where it does not, the model is refused.
 """
 
 from __future__ import annotations
