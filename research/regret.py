@@ -40,7 +40,7 @@ LEAST_GAIN = 0.03  # of the right profile, from which the share of it is compute
 
 
 def cases() -> list[Case]:
-    """Every start on every curve; load; changing acceptance, in mid-text or all the time; batches; quick targets."""
+    """Every start on every curve; load; changing acceptance; batches; quick targets; short texts."""
     starts = [Case(*each) for each in product(STARTS, CURVES, ("good", "useless"))]
     starts += [Case(start, "llama.cpp", "fair") for start in STARTS]
     loads = [Case("none", curve, kind, load) for load, curve, kind in product(LOADS, CURVES, ("good", "useless"))]
@@ -68,7 +68,13 @@ def cases() -> list[Case]:
         )
         for kind in kinds
     ]
-    return [*starts, *loads, *changing, *uneven, *batches, *quick]
+    short = [
+        Case("right", curve, kind, quick=quick, length=length)
+        for length, quick, curve, kind in product(
+            (5, 20), (False, True), ("cheap", "llama.cpp"), ("good", "useless")
+        )
+    ]
+    return [*starts, *loads, *changing, *uneven, *batches, *quick, *short]
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Outcome:
 
 
 def run(case: Case, seed: int, right: bool = False) -> Outcome:
-    """Decodes one text, or one of each sequence.
+    """Decodes one text, one of each sequence, or short ones one after another.
 
     Args:
         right: with a planner that knows the true curve, whatever the case says about the start.
@@ -97,14 +103,14 @@ def run(case: Case, seed: int, right: bool = False) -> Outcome:
     latency = Right(world) if right else start(world, target, case.start)
     engine = Engine(target, max_batch=case.sequences, latency=latency, acceptance=AcceptanceTable())
     drafter = engine.drafter(Guessing(world))
-    stop = StopParams(max_new_tokens=len(world.texts[0][0]) // 2)
-    handles = [engine.submit(Request([index], drafter, stop=stop)) for index in range(case.sequences)]
+    stop = StopParams(max_new_tokens=case.length or len(world.texts[0][0]) // 2)
+    handles = [engine.submit(Request([index], drafter, stop=stop)) for index in range(case.texts)]
     length = sum(tokens for tokens, _ in world.phases)
     least = STEPS if len(world.phases) == 1 else 0
     worked, done, expected = [0.0], [0.0], [0.0]  # after each step: seconds; tokens per sequence, and expected ones
-    while done[-1] < length or len(done) <= least:
+    while done[-1] < length or (len(done) <= least and not case.length):
         engine.step()
-        assert not any(handle.done for handle in handles), "a text has ended"
+        assert case.length or not any(handle.done for handle in handles), "a text has ended"
         worked.append(world.worked)
         done.append(sum(len(handle.tokens) for handle in handles) / case.sequences)
         expected.append(expected[-1] + target.expected / case.sequences)

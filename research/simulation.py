@@ -79,6 +79,7 @@ class Case:
         sequences: decoded together.
         padded: whether all of them take as many rows as the longest.
         quick: whether forwards take so little time that drafting takes a good part of it.
+        length: tokens of each text, where many short ones are decoded one after another; 0 for one long text.
     """
 
     start: str = "right"
@@ -88,13 +89,20 @@ class Case:
     sequences: int = 1
     padded: bool = False
     quick: bool = field(default=False, repr=False)  # the same worlds
+    length: int = field(default=0, repr=False)
 
     @property
     def what(self) -> str:
         """The start, the load and the batch."""
         batch = f"batch of {self.sequences}{', padded' if self.padded else ''}" if self.sequences > 1 else ""
         quick = "quick forwards" if self.quick else ""
-        return ", ".join(each for each in (self.start, self.load, batch, quick) if each)
+        short = f"texts of {self.length} tokens" if self.length else ""
+        return ", ".join(each for each in (self.start, self.load, batch, short, quick) if each)
+
+    @property
+    def texts(self) -> int:
+        """How many there are."""
+        return -(-TOKENS // self.length) if self.length else self.sequences
 
     @property
     def name(self) -> str:
@@ -132,7 +140,7 @@ class World:
         self.changes = sorted(self._changes())  # (second, factor) and
         self.pauses = sorted(self._pauses())  # (second, length)
         self.chances: list[list[tuple[float, float]]] = []
-        self.texts = [self._text() for _ in range(case.sequences)]
+        self.texts = [self._text() for _ in range(case.texts)]
 
     @property
     def phases(self) -> list[tuple[int, str]]:

@@ -102,6 +102,21 @@ def test_drafts_that_paid_pay_for_further_ones_that_do_not() -> None:
     assert expected.remaining == 0
 
 
+def test_a_suspension_goes_on_in_the_next_text_for_as_many_steps_as_its_cost_explains() -> None:
+    backoff = BackOff()
+    for _ in range(6):
+        backoff.update(paid=False, longest=32)
+    backoff.usual = 32
+    assert backoff.remaining == backoff.carried().remaining == 32
+    backoff.usual = 3  # asking takes little: a text is a new chance
+    carried = backoff.carried()
+    assert suspended(carried) == 3
+    carried.update(paid=False, longest=32)
+    assert suspended(carried) == 6
+    carried.update(paid=True, longest=32)
+    assert not carried.carried().suspended()
+
+
 def test_the_estimate_of_a_single_source_is_kept_by_a_mixer_that_has_learned_nothing() -> None:
     parameters = Mixer().parameters("greedy", 0, ["one", "two"])
     for p in (0.01, 0.3, 0.9):

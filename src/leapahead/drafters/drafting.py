@@ -17,21 +17,21 @@ class Drafting:
         sources: of its own.
         readers: those of them that read the text before they are asked.
         correction: its factor on the acceptance estimates.
-        back_off: of drafting.
+        back_off: of drafting; it goes on with that of a text before, so that short texts do not each try anew.
         search: made when the sources are asked for the first time.
         asked: whether they were asked in the step that is under way.
-        usual_back_off: steps of the longest back-off where drafts are not worth far less than they cost.
         can_pay: whether a draft would pay if the target chose all of its tokens.
     """
 
-    def __init__(self, sequence: SequenceView, sources: list[Source]) -> None:
+    def __init__(self, sequence: SequenceView, sources: list[Source], before: BackOff) -> None:
         self.sequence, self.sources = sequence, sources
         self.readers = [source for source in sources if type(source).read is not Source.read]
         # Where the user has said what the text will be, some drafts that do not pay yet are no reason to wait.
-        self.correction, self.back_off = Correction(), BackOff(MOST_CREDIT if sequence.prediction else 0.0)
+        self.correction = Correction()
+        self.back_off = BackOff(MOST_CREDIT) if sequence.prediction else before.carried()
         self.search: TreeSearch | None = None
         self.asked = False
-        self.usual_back_off, self.can_pay = 0, True
+        self.can_pay = True
         self._was_right = False  # whether the likeliest token was chosen when the sources were asked last
 
     def observe_choice(self, step: Step) -> bool:
@@ -48,5 +48,5 @@ class Drafting:
         was_right, self._was_right = self._was_right, self.search.likeliest == step.tokens[0]
         at_once = self.can_pay and was_right and self._was_right
         if self._was_right:
-            self.back_off.remaining = 0 if at_once else min(self.back_off.remaining, self.usual_back_off)
+            self.back_off.remaining = 0 if at_once else min(self.back_off.remaining, self.back_off.usual)
         return at_once

@@ -30,6 +30,7 @@ from leapahead.drafters.probe_groups import ProbeGroups
 from leapahead.drafters.sources.compiled import counterpart
 from leapahead.models.base import BRANCHES, TREE, Capture
 from leapahead.models.choices import PromptRows
+from leapahead.planner.backoff import BackOff, suspend_together
 from leapahead.planner.compiled import CompiledTable, search_class, sizes_that_pay, take_all
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
 from leapahead.planner.guard import Guard
@@ -88,6 +89,7 @@ class Planned(Drafter):
         self._since_gain = 0  # steps since the profile was told a gain
         self._forward: Forward | None = None  # since the last proposal
         self._drafted = 0  # nodes of the last proposal
+        self._before = BackOff()  # of the text that ended last
         self._sequences: dict[SequenceView, Drafting] = {}
 
     @abstractmethod
@@ -131,7 +133,7 @@ class Planned(Drafter):
             sources = [counterpart(source, bool(sequence.source)) for source in sources]
         for source in sources:
             source.begin(sequence)
-        self._sequences[sequence] = Drafting(sequence, sources)
+        self._sequences[sequence] = Drafting(sequence, sources, self._before)
 
     def read_prompt(self, sequence: SequenceView, rows: PromptRows) -> None:
         for source in self._sequences[sequence].sources:
@@ -179,6 +181,7 @@ class Planned(Drafter):
 
     def close(self, sequence: SequenceView) -> None:
         if (drafting := self._sequences.pop(sequence, None)) is not None:
+            self._before = drafting.back_off
             for source in drafting.sources:
                 source.close()
 
@@ -256,7 +259,8 @@ class Planned(Drafter):
             self._vain = 0 if gain or plan.is_near(searches.values()) else self._vain
             self._back_off(active, kept, plan, found, gain, forwarding)
         if not gain and len(sequences) > 1:
-            self._suspend_together(sequences)
+            waiting = [self._sequences[sequence] for sequence in sequences]
+            suspend_together([each.back_off for each in waiting if each.back_off.remaining or not each.asked])
         if forwards is not None:
             forwards.settle(searches, {index: len(found[index].tree) > 1 for index in active})
         spent = self.host.latency.clock() - began + self._observing - forwarding
@@ -345,17 +349,9 @@ class Planned(Drafter):
         usual, longest = (plan.longest_back_off(self._drafting_time(0), vain) for vain in (0, self._vain))
         can_pay = gain > 0 or plan.can_pay(spent)
         for index, each in active.items():
-            each.usual_back_off, each.can_pay = usual, can_pay
+            each.back_off.usual, each.can_pay = usual, can_pay
             is_probed = bool(proposals[index].tree.probes)  # whose candidates are for the next step
             each.back_off.update(is_probed or (gain > 0 and kept[index] > 1), longest, gain / drafting, cost)
-
-    def _suspend_together(self, sequences: Sequence[SequenceView]) -> None:
-        """Makes all suspensions end in the same step, since asking for one sequence takes as long as for a few."""
-        drafting = [self._sequences[sequence] for sequence in sequences]
-        back_offs = [each.back_off for each in drafting if each.back_off.remaining or not each.asked]
-        longest = max((back_off.remaining for back_off in back_offs), default=0)
-        for back_off in back_offs:
-            back_off.remaining = longest
 
     def _asks(self, drafting: Drafting, budget: Budget) -> bool:
         """Whether the sources of a sequence are asked in this step; they have read the text then."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 GAIN_PART = 0.5  # of what a draft is expected to gain, that further ones which do not pay may cost
 MOST_CREDIT = 0.5  # plain steps
 
@@ -18,10 +20,11 @@ class BackOff:
 
     Attributes:
         remaining: steps for which it is suspended still.
+        usual: steps of the longest suspension where drafts are not worth far less than they cost.
     """
 
     def __init__(self, credit: float = 0.0) -> None:
-        self.remaining = 0
+        self.remaining = self.usual = 0
         self._last = 0  # steps of the last suspension
         self._credit = min(credit, MOST_CREDIT)
 
@@ -42,9 +45,23 @@ class BackOff:
             self._last = min(max(1, 2 * self._last), longest)
         self.remaining = self._last
 
+    def carried(self) -> BackOff:
+        """The back-off with which a next text begins: a suspension goes on, for at most `usual` steps."""
+        carried = BackOff()
+        carried.usual, carried._last = self.usual, min(self._last, self.usual)
+        carried.remaining = min(self.remaining, self.usual)
+        return carried
+
     def suspended(self) -> bool:
         """Whether drafting is suspended in this step. To be called once per step: it counts the steps."""
         if self.remaining == 0:
             return False
         self.remaining -= 1
         return True
+
+
+def suspend_together(back_offs: Sequence[BackOff]) -> None:
+    """Makes all suspensions end in the same step, since asking for one sequence takes as long as for a few."""
+    longest = max((back_off.remaining for back_off in back_offs), default=0)
+    for back_off in back_offs:
+        back_off.remaining = longest
