@@ -70,9 +70,7 @@ def cases() -> list[Case]:
     ]
     short = [
         Case("right", curve, kind, quick=quick, length=length)
-        for length, quick, curve, kind in product(
-            (5, 20), (False, True), ("cheap", "llama.cpp"), ("good", "useless")
-        )
+        for length, quick, curve, kind in product((5, 20), (False, True), ("cheap", "llama.cpp"), ("good", "useless"))
     ]
     return [*starts, *loads, *changing, *uneven, *batches, *quick, *short]
 
