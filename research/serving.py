@@ -5,6 +5,9 @@
     chat        short tasks of Spec-Bench        /v1/chat/completions, temperature 1, a seed for each request
     edit        HumanEval's functions            /v1/completions, greedy, with `prediction` where the server knows it
 
+Chats are sampled from the whole distribution: servers differ in what they do where a request leaves top-k, top-p and
+min-p open.
+
 A stand-in cannot edit code. So the prediction of an edit is the text that leapahead's server gives without drafts,
 every tenth word of it replaced: a simulated edit, of which about nine tenths stay as they were. It comes from a server
 of its own, so that the measured one has not seen the text. (llama.cpp's server may give other texts: greedy decoding
@@ -141,9 +144,8 @@ def requests_of(workload: str, data: Path, tokens: int) -> list[Question]:
     for index, row in enumerate(rows):
         if workload == "chat":
             messages = [{"role": "user", "content": row["turns"][0]}]
-            found.append(
-                ("/v1/chat/completions", {**common, "messages": messages, "temperature": 1.0, "seed": 1 + index})
-            )
+            sampled = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 1 + index}
+            found.append(("/v1/chat/completions", {**common, "messages": messages, **sampled}))
         else:
             prompt = row["question"] if workload == "gsm8k" else row["prompt"]
             found.append(("/v1/completions", {**common, "prompt": prompt, "temperature": 0.0, "ignore_eos": True}))

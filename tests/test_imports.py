@@ -27,6 +27,7 @@ LAYERS = [
     "drafters",
     "engine",
     "inputs",
+    "option_names",
     "results",
     "progress",
     "api",

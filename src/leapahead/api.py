@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack, overload
 
 from leapahead.core.errors import BadParameter
-from leapahead.core.parameters import MOST_BATCH, MOST_SAMPLES, similar, whole
+from leapahead.core.parameters import MOST_BATCH, MOST_SAMPLES, whole
 from leapahead.core.relaxed import EXACT, Relaxed, rule
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.text import Tokenizer
@@ -26,13 +26,13 @@ from leapahead.inputs import (
     Options,
     Prompt,
     Prompts,
-    check_names,
     drafter_options,
     encode,
     is_single,
     seeds,
 )
 from leapahead.models import loading
+from leapahead.option_names import check_names, check_spelling
 from leapahead.progress import Told, shown
 from leapahead.results import Piece, Result, Writer
 
@@ -117,7 +117,7 @@ class LLM:
         named = {} if draft is None else {"draft": names(draft)}
         if draft is None:  # which is loaded with them, too
             loading.check_loaded(model, dtype, device)
-        check_spelling(options, drafter)
+        check_spelling(options, drafter, OF_LLM)
         registry.make(drafter, **options, **self._networks, **named)  # refuses before the load, which may take long
         self.drafter_cache = cache_sections.given(drafter_cache)
         loaded = loading.load(
@@ -279,7 +279,7 @@ class LLM:
         self, prompts: list[Prompt], options: Options, stream: bool = False
     ) -> list[tuple[Request, list[SamplingParams]]]:
         """What `generate` submits to the engine: a request for each prompt, with the parameters of its samples."""
-        check_names(options)
+        check_names(options, OF_LLM)
         drafter = self.drafter
         if "drafter" in options or "drafter_options" in options:
             chosen, given = options.get("drafter", self._chosen), drafter_options(options)
@@ -340,18 +340,4 @@ class LLM:
             self.drafter_cache = kept
 
 
-def check_spelling(options: Iterable[str], drafter: str | registry.DrafterClass) -> None:
-    """Refuses an option that the drafter does not have where it is one of `generate`, or where one of `LLM` or of an
-    engine has the most similar name.
-
-    Raises:
-        BadParameter: there is one; or the drafter is unknown.
-    """
-    of_drafter = registry.options(registry.kind_of(drafter))
-    others = [name for name in (*signature(LLM).parameters, *loading.ENGINE_OPTIONS) if name != "options"]
-    for name in options:
-        if name in {*Options.__annotations__} - {*of_drafter, "drafter_options"}:
-            raise BadParameter(f"LLM has no option {name!r}; give it to generate or stream")
-        meant = similar(name, [*of_drafter, *others], cutoff=0.75)
-        if name not in of_drafter and meant in others:
-            raise BadParameter(f"LLM has no option {name!r} (did you mean {meant!r}?)")
+OF_LLM = tuple(name for name in signature(LLM).parameters if name != "options")

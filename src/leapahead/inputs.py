@@ -13,7 +13,7 @@ import numpy as np
 from leapahead.core.bias import LogitBias
 from leapahead.core.errors import BadParameter, ContextOverflow
 from leapahead.core.grammar import CompiledGrammar
-from leapahead.core.parameters import finite, flag, is_whole, meant, unicode_text, whole
+from leapahead.core.parameters import finite, flag, is_whole, unicode_text, whole
 from leapahead.core.processors import LogitsProcessor, PrefixFree
 from leapahead.core.relaxed import Relaxed
 from leapahead.core.sampling import SamplingParams
@@ -60,14 +60,6 @@ class OneText(TypedDict, total=False):
 
 class Options(OneText, total=False):  # all of them
     n: int
-
-
-def check_names(options: Mapping[str, Any]) -> None:
-    """Refuses an option that does not exist, naming the nearest one that does."""
-    known = list(Options.__annotations__)
-    for name in options:
-        if name not in known:
-            raise BadParameter(f"there is no option {name!r}{meant(name, known)}; there are {', '.join(known)}")
 
 
 # Those of `SamplingParams` that depend on no vocabulary.

@@ -39,6 +39,19 @@ EXIT_CODES = (
 )
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 SENTENCE = 200  # characters of the longest first sentence of a help text
+# Options of vLLM and llama.cpp that no similar name here would lead to the right one.
+OTHER_NAMES = {
+    **dict.fromkeys(("--max-model-len", "--gpu-memory-utilization"), ("--ctx-size",)),
+    **dict.fromkeys(("--max-num-seqs", "--parallel"), ("--max-batch",)),
+    **dict.fromkeys(("--max-num-batched-tokens", "--batch-size", "--ubatch-size"), ("--prefill-chunk",)),
+    **dict.fromkeys(("--n-predict", "--predict", "--max-tokens"), ("--max-new-tokens",)),
+    **dict.fromkeys(("--tensor-parallel-size", "--split-mode", "--tensor-split"), ("--device",)),
+    **dict.fromkeys(("--speculative-config", "--spec-type"), ("--drafter", "--draft")),
+    **dict.fromkeys(("--model-draft", "--speculative-model", "--spec-draft-model"), ("--draft",)),
+    "--num-speculative-tokens": ("--option",),
+    "--quantization": ("--weights",),
+    "--temp": ("--temperature",),
+}
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
@@ -171,6 +184,15 @@ class Command(click.Command):
     def __init__(self, *args: Any, examples: Sequence[str] = (), **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.examples = tuple(examples)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            known = {name for parameter in self.params for name in parameter.opts}
+            meant = [name for name in OTHER_NAMES.get(error.option_name, ()) if name in known]
+            error.possibilities = meant or error.possibilities
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

@@ -23,8 +23,9 @@ from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.request import Handle
 from leapahead.engine.waiting import check
-from leapahead.inputs import Options, check_names
+from leapahead.inputs import Options
 from leapahead.integrations.ray_rows import OUTPUTS, Columns, Row, as_lists, row_seed, rows
+from leapahead.option_names import check_names
 from leapahead.results import Result
 
 __all__ = ["DrafterCacheActor", "Generate", "drafter_cache_actor", "row_seed"]
