@@ -191,8 +191,9 @@ class Command(click.Command):
         except click.NoSuchOption as error:
             known = {name for parameter in self.params for name in parameter.opts}
             meant = [name for name in OTHER_NAMES.get(error.option_name, ()) if name in known]
-            error.possibilities = meant or error.possibilities
-            raise
+            if not meant:
+                raise
+            raise click.NoSuchOption(error.option_name, possibilities=meant, ctx=error.ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
