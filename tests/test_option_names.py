@@ -34,4 +34,4 @@ def test_options_of_other_programs_lead_to_those_of_a_command() -> None:
         assert set(meant) <= own
     result = CliRunner().invoke(main, ["generate", "x", "--n-predict", "3"])
     assert result.exit_code == 2
-    assert "Did you mean '--max-new-tokens'?" in result.output
+    assert "No such option '--n-predict'; use --max-new-tokens." in result.output

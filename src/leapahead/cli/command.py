@@ -193,7 +193,8 @@ class Command(click.Command):
             meant = [name for name in OTHER_NAMES.get(error.option_name, ()) if name in known]
             if not meant:
                 raise
-            raise click.NoSuchOption(error.option_name, possibilities=meant, ctx=error.ctx) from None
+            message = f"No such option {error.option_name!r}; use {' or '.join(meant)}."
+            raise click.NoSuchOption(error.option_name, message, ctx=error.ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
