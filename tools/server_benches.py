@@ -47,15 +47,17 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
     return {
         "serving-summary": lambda root: summary(root, table),
         "serving": lambda root: tables(root, table),
+        "serving-chats": lambda root: chats(root, table),
         "serving-forms": lambda root: forms(root, table),
         "serving-stall": lambda root: stall(root, table),
         "serving-memory": lambda root: memory(root, table),
     }
 
 
-def parts(root: Path) -> Iterator[Part]:
-    """Every server of ours in every record."""
-    for file in sorted((root / "docs/bench/serving").glob("*.json")):
+def parts(root: Path, chats: bool = False) -> Iterator[Part]:
+    """Every server of ours in every record: in those of chats alone, or in the others."""
+    files = (root / "docs/bench/serving").glob("*.json")
+    for file in sorted(file for file in files if file.stem.endswith("-chat") == chats):
         data = json.loads(file.read_text(encoding="utf-8"))
         known, rows = data["conditions"], data["rows"]
         servers = list(dict.fromkeys(row["server"] for row in rows))  # the last is llama.cpp's
@@ -147,6 +149,15 @@ def tables(root: Path, table: Table) -> str:
     for name, some in _models(part for part in parts(root) if not part.forms).items():
         found.append(f"### {name}\n\n{table(HEADS, _sorted_lines(some))}\n\n{_conditions(some)}")
     return "\n\n".join(found)
+
+
+def chats(root: Path, table: Table) -> str:
+    """The records of chats alone: a row for each model, engine and number of requests at a time."""
+    some = _models(parts(root, chats=True))
+    lines = [[name, *line] for name, each in some.items() for line in _sorted_lines(each)]
+    heads = f"model, our engine | {HEADS}".replace(" workload |", "")
+    given = "\n".join(f"- {name}. {_conditions(each)}" for name, each in some.items())
+    return f"{table(heads, [[*line[:2], *line[3:]] for line in lines])}\n\n{given}"
 
 
 def forms(root: Path, table: Table) -> str:
