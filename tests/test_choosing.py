@@ -69,8 +69,10 @@ def test_an_error_of_one_processor_concerns_its_session_alone() -> None:
     found = choosing.choose(samplers, trees, logits, top_k=2)
     assert [known.tokens is None for known in found] == [False, True, False]
     assert all(known.best is not None for known in found)
+    choices = Choices(logits[1], trees[1], samplers[1], found[1].tokens)
+    assert choices[0] == -1
     with pytest.raises(ValueError, match="of the user"):
-        Choices(logits[1], trees[1], samplers[1], found[1].tokens)[0]
+        choices.check(0)
 
 
 def test_what_the_device_leaves_open_is_chosen_afterwards() -> None:

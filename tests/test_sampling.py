@@ -11,6 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -29,6 +30,8 @@ from leapahead.core.sampling import LEAST_TEMPERATURE, UNSETTLED, Sampler, Sampl
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import Budget, IntArray, TokenTree
 from leapahead.core.verify import verify
+from leapahead.drafters.draft_model import DraftModelDrafter
+from leapahead.drafters.speculative_sampling import SpeculativeSampling
 from leapahead.models.base import read_prompt
 from leapahead.models.choices import Choices
 from leapahead.models.toy import ToySession, ToyTarget
@@ -799,6 +802,36 @@ def test_logits_without_a_choice_are_reported(bad: float, given_params: dict[str
 def test_banning_every_token_is_reported_by_the_engine() -> None:
     with pytest.raises(BadLogits, match="position 5"):
         run(ToyTarget(vocab_size=4), params=SamplingParams(bad_words=((0,), (1,), (2,), (3,))))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("raises", [True, False])
+def test_what_a_processor_does_after_a_prefix_that_is_not_reached_ends_no_text(
+    temperature: float, raises: bool
+) -> None:
+    """As a trie of allowed texts does, which knows no prefix outside of it, and nothing behind its ends."""
+    target, params = ToyTarget(), SamplingParams(temperature=temperature, seed=2)
+    text = full_text(target, params=params, stop=StopParams(max_new_tokens=12))
+    text.append(end := next(token for token in range(12) if token not in text))
+    new = text[len(PROMPT) :]
+
+    def only(prefixes: Any, logits: Any) -> Any:
+        allowed = np.full(logits.shape, -math.inf)
+        for row, prefix in enumerate(prefixes.tolist()):
+            if prefix != text[: len(prefix)] or prefix == text:
+                if raises:
+                    raise KeyError(tuple(prefix))
+            else:
+                allowed[row, text[len(prefix)]] = logits[row, text[len(prefix)]]
+        return allowed
+
+    options: Any = {"params": replace(params, processors=(only,)), "prediction": [*new, 1]}
+    drafters: list[Any] = ["prediction", "lookahead", "jacobi", DraftModelDrafter(ToyTarget(), depth=3)]
+    for drafter in (*drafters, SpeculativeSampling(ToyTarget(seed=5), width=2)):
+        found = run(target, drafter, stop=StopParams(max_new_tokens=24, stop_token_ids=(end,)), **options)
+        assert (found.tokens, found.finish) == (new, ("stop", end))
+    with pytest.raises(KeyError if raises else BadLogits, match=f"{end}\\)" if raises else f"position {len(text)}"):
+        run(target, "prediction", **options)
 
 
 # ----------------------------------------------------------------------------------------------------- parameters

@@ -13,7 +13,8 @@ Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
 class LogitsProcessor(Protocol):
     """A user's change to the logits, with the calling convention of Transformers.
 
-    It must be a function of its arguments: it is called on drafted prefixes that may never be committed.
+    It must be a function of its arguments: it is called on drafted prefixes that may never be committed. What it raises
+    there ends no request.
     """
 
     def __call__(self, prefixes: Array, logits: Array, /) -> Array:

@@ -248,17 +248,20 @@ def verify_draws(draws: Draws, p: Callable[[int], FloatArray], rng: np.random.Ge
 
     Args:
         draws: drawn in the way that `rule` requires.
-        p: gives the target's processed distribution after a node, float64 [vocab]; called along the path only.
+        p: gives the target's processed distribution after a node, float64 [vocab]; called along the path only. All 0
+            where no token can be chosen, as behind an EOS: the last token is -1 then.
         rng: independent of the drawing: the same generator, continued, or another one.
         rule: one of `RULES`.
 
     Returns:
         As `verify`: at least one token, all but the last of them drafted.
     """
-    path, tokens = [0], []
+    path, tokens = [0], list[int]()
     while True:
         node = path[-1]
-        selection = rule(p(node), draws.tokens(node), draws.qs.get(node, ()))
+        if not (possible := p(node)).any():
+            return Verdict(tuple(path), (*tokens, -1), accepted=len(path) - 1)
+        selection = rule(possible, draws.tokens(node), draws.qs.get(node, ()))
         trials = zip(draws.children.get(node, ()), selection.accept, strict=True)
         child = next((child for child, accept in trials if rng.random() < accept), None)
         if child is None:

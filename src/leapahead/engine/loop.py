@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 
-from leapahead.core.errors import BadLogits, BadParameter, DraftError, LeapaheadError
+from leapahead.core.errors import BadLogits, DraftError, LeapaheadError
 from leapahead.core.relaxed import verify_relaxed
-from leapahead.core.sampling import checked
 from leapahead.core.stats import Stats
 from leapahead.core.stop import Stopper
 from leapahead.core.text import Detokenizer, Tokenizer
@@ -183,9 +182,7 @@ class Running:
         position = len(self.session.tokens) - 1
         verdict = self.stopper.cut(self._verdict(proposal, choices))
         if min(verdict.tokens) < 0:  # after the cut: EOS needs no successor
-            if self.view.grammar is not None and self.view.grammar.problem:
-                raise BadParameter(self.view.grammar.problem)
-            checked(verdict.tokens, f"position {position + len(verdict.tokens)}")
+            choices.check(verdict.path[-1])
         logprobs = () if request.logprobs is None else self._logprobs(verdict, choices, request.logprobs)
         clock.charge("verify", self.stats, choose=choices.seconds_since())
         self.stats.replayed += self.view.replay

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from array_api_compat import is_torch_array
 
-from leapahead.core.errors import LeapaheadError, Refused
+from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.filters import largest_at
 from leapahead.core.sampling import Array, Sampler, checked
 from leapahead.core.tree import IntArray, TokenTree
@@ -169,6 +169,7 @@ class Choices(Rows):
         self._sampler = sampler
         self._known: dict[int, int] = {} if chosen is None else dict(enumerate(chosen.tolist()))
         self._length = len(sampler.tokens)  # of the prefix that these logits belong to
+        self._raised: dict[int, Exception] = {}  # by a processor after that node
 
     def __getitem__(self, node: int) -> int:
         """For the verifier: -1 where no token can be chosen, which is an error only if the text comes there."""
@@ -179,27 +180,36 @@ class Choices(Rows):
     def of(self, nodes: Sequence[int] | IntArray) -> IntArray:
         """For drafters: int64 [len(nodes)]; nodes that were not read before are chosen in one call.
 
-        0 where no token can be chosen: a processor may ban everything after a prefix that the text will never take.
+        0 where no token can be chosen: a processor may ban everything, or raise, after a prefix that the text will
+        never take.
         """
         return np.array([max(chosen, 0) for chosen in self._chosen(nodes)], dtype=np.int64)
+
+    def check(self, node: int) -> None:
+        """Says why no token can be chosen after a node to which the text has come.
+
+        Raises:
+            Exception: what a processor raised there.
+            BadParameter: the grammar could not be followed.
+            BadLogits: the logits are NaN, infinite or all banned.
+        """
+        if (error := self._raised.get(node)) is not None:
+            raise error
+        if (grammar := self._sampler.grammar) is not None and grammar.problem:
+            raise BadParameter(grammar.problem)
+        checked([-1], f"position {self._length + self.tree.depth_list[node]}")
 
     def probabilities(self, nodes: Sequence[int] | IntArray) -> FloatArray:
         """float64 [len(nodes), vocab] on the host: what the sampler draws from after each node, all filters applied.
 
-        Greedily it is 1 at the choice. For the rejection rule.
-
-        Raises:
-            BadLogits: they are NaN, infinite or all banned.
+        Greedily it is 1 at the choice. All are 0 where no token can be chosen. For the rejection rule.
         """
         if self._sampler.noise is None:
-            chosen = checked(self._chosen(nodes), f"position {self._length}")
-            found = np.zeros((len(chosen), self.width))
-            found[np.arange(len(chosen)), chosen] = 1.0
+            found = np.zeros((len(nodes), self.width))
+            for row, chosen in enumerate(self._chosen(nodes)):
+                found[row, chosen] = chosen >= 0
             return found
-        rows, began = self._live(), perf_counter()
-        wanted = np.asarray(nodes, dtype=np.int64)
-        found = _softmax(_host(self._sampler.scores(rows[wanted - self.num_computed], self.tree, wanted, self._length)))
-        checked(np.where(np.isfinite(found).all(axis=1), 0, -1), f"position {self._length}")
+        began, found = perf_counter(), _softmax(self._scores(np.asarray(nodes, dtype=np.int64)))
         self._seconds += perf_counter() - began
         return found
 
@@ -207,11 +217,10 @@ class Choices(Rows):
         """float64 [vocab] on the host: log-softmax of the scores after a node, from which the choice there is made.
 
         The temperature and all filters are applied; greedily, it is the distribution at temperature 1. -inf where a
-        token is banned; nothing but -inf where all are, or where the logits are NaN. For relaxed acceptance rules.
+        token is banned; nothing but -inf where no token can be chosen. For relaxed acceptance rules.
         """
-        rows, began = self._live(), perf_counter()
-        row = rows[node - self.num_computed :][:1]
-        scores: FloatArray = _host(self._sampler.scores(row, self.tree, np.array([node]), self._length))[0]
+        began = perf_counter()
+        scores: FloatArray = self._scores(np.array([node]))[0]
         top = scores.max()
         if np.isfinite(top):
             scores -= top + np.log(np.exp(scores - top).sum())
@@ -252,15 +261,37 @@ class Choices(Rows):
         return [self._known[node] for node in wanted]
 
     def _choose(self, nodes: list[int]) -> None:
-        rows, began = self._live(), perf_counter()
-        if self._sampler.params.processors:  # called as seldom as possible
+        rows, began, processors = self._live(), perf_counter(), self._sampler.params.processors
+        if processors:  # called as seldom as possible
             parts = [(nodes, rows[[node - self.num_computed for node in nodes]])]
         else:  # a row stays in the processor's cache from its first operation to its last; and a slice is no copy
             parts = [([node], rows[node - self.num_computed :][:1]) for node in nodes]
         for some, selected in parts:
-            chosen = self._sampler.choose(selected, self.tree, np.array(some), self._length)
-            self._known.update(zip(some, chosen.tolist(), strict=True))
+            try:
+                chosen = self._sampler.choose(selected, self.tree, np.array(some), self._length).tolist()
+            except Exception as error:
+                if not processors:
+                    raise
+                if len(nodes) > 1:  # after which of them?
+                    for node in nodes:
+                        self._choose([node])
+                    return
+                self._raised[nodes[0]], chosen = error, [-1]
+            self._known.update(zip(some, chosen, strict=True))
         self._seconds += perf_counter() - began
+
+    def _scores(self, nodes: IntArray) -> FloatArray:
+        """float64 [len(nodes), vocab] on the host, of which a choice is made; -inf where a processor raises."""
+        rows = self._live()[nodes - self.num_computed]
+        try:
+            return _host(self._sampler.scores(rows, self.tree, nodes, self._length))
+        except Exception as error:
+            if not self._sampler.params.processors:
+                raise
+            if len(nodes) > 1:
+                return np.concatenate([self._scores(node) for node in np.split(nodes, len(nodes))])
+            self._raised[int(nodes[0])] = error
+            return np.full((1, self.width), -np.inf)
 
 
 def best(rows: Array, k: int) -> tuple[IntArray, FloatArray]:
@@ -280,5 +311,11 @@ def _host(array: Array) -> FloatArray:
 
 
 def _softmax(scores: FloatArray) -> FloatArray:
-    found = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return np.asarray(found / found.sum(axis=1, keepdims=True))
+    """Of each row; 0 where the greatest score is not finite."""
+    top = scores.max(axis=1, keepdims=True)
+    if impossible := np.flatnonzero(~np.isfinite(top[:, 0])).tolist():
+        scores[impossible] = top[impossible] = 0.0
+    found: FloatArray = np.exp(scores - top)
+    found /= found.sum(axis=1, keepdims=True)
+    found[impossible] = 0.0
+    return found
