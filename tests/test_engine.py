@@ -970,6 +970,22 @@ def test_a_text_that_fails_is_not_kept_waiting_for_the_others_of_its_call() -> N
     asyncio.run(main())
 
 
+def test_the_error_of_a_text_is_told_where_the_others_of_its_call_are_cancelled_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(tokens: Sequence[int]) -> bool:
+        return tokens[0] == 1 and bool(1 // 0)
+
+    async def main() -> None:
+        async with AsyncLLM(ToyTarget(), drafter="plain") as llm:
+            cancel = llm.llm.engine.cancel
+            monkeypatch.setattr(llm.llm.engine, "cancel", lambda *handles, wait=True: cancel(*handles))
+            with pytest.raises(ZeroDivisionError):
+                await llm.generate([[2], [1]], max_new_tokens=1500, criteria=[fails])
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("where", ["criterion", "forward"])
 def test_what_is_no_exception_ends_asyncio_requests_and_not_their_thread(where: str) -> None:
     """As of `sys.exit` in a criterion, or of a native module that panics: nothing waits for ever."""

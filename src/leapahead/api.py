@@ -246,7 +246,8 @@ class LLM:
         return self._results(groups, options, single)
 
     def _results(self, groups: list[list[Handle]], options: Options, single: bool) -> Any:
-        for handle in (handle for group in groups for handle in group):
+        handles = [handle for group in groups for handle in group]
+        for handle in sorted(handles, key=lambda each: each.error is None):  # for which the others were cancelled
             check(handle)
         results = [[self.writer(options).result(handle) for handle in group] for group in groups]
         found = results if "n" in options else [group[0] for group in results]
