@@ -18,6 +18,13 @@ from click.testing import CliRunner, Result
 # they are imported, so that all processors compute the same in tests.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# Examples are judged by what they show, not by how long a busy machine takes for them.
+if find_spec("hypothesis"):  # the environment of vLLM has none
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("leapahead", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("leapahead")
+
 # Shells start what is to run in the background without SIGINT, which the commands under test would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from leapahead import Engine, Request
@@ -39,10 +38,6 @@ PROMPT = (1, 2, 3, 1, 2)
 GREEDY = SamplingParams()
 
 AnyDrafter = Drafter | SequenceDrafter | type[Drafter] | type[SequenceDrafter] | str
-
-# Examples are judged by what they show, not by how long a busy machine takes for them.
-settings.register_profile("leapahead", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("leapahead")
 
 
 def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
