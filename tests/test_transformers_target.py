@@ -1335,6 +1335,30 @@ def test_a_model_that_changed_between_two_texts_gives_its_new_text(change: str) 
     _agrees(llm, model)
 
 
+@pytest.mark.parametrize("kind", mostly_slow(["llama", "qwen3_next", "t5"], "llama"))
+def test_a_model_that_changed_beside_an_unfinished_stream_gives_its_new_text(kind: str) -> None:
+    """Neither the stream's entries nor those of texts before the change are of use to a later text."""
+    torch.manual_seed(0)
+    model = BY_NAME[kind].build() if kind in BY_NAME else seq2seq.build(kind)
+    llm = LLM(model)
+    other = [*TEXT, 11, 12]
+    before = [llm.generate(text, max_new_tokens=8).tokens for text in (TEXT, other)]
+    stream = llm.stream(TEXT, max_new_tokens=8)
+    next(stream)
+    for _ in range(2):  # changes
+        with torch.no_grad():
+            model.get_input_embeddings().weight.add_(torch.randn_like(model.get_input_embeddings().weight))
+        found = [llm.generate(text, max_new_tokens=8) for text in (TEXT, other)]
+        llm.target.forget()  # what is closed
+        fresh = LLM(model)
+        assert [each.tokens for each in found] == [
+            fresh.generate(text, max_new_tokens=8).tokens for text in (TEXT, other)
+        ]
+        assert found[0].tokens != before[0]
+    stream.close()
+    assert llm.generate(TEXT, max_new_tokens=8).tokens == found[0].tokens
+
+
 MODES = {
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -1406,6 +1430,7 @@ def test_entries_are_kept_while_a_model_does_not_change() -> None:
     ("name", "change", "sentence"),
     [
         ("llama", lambda model: model.set_attn_implementation("eager"), "attention implementation was sdpa .* eager"),
+        ("llama", lambda model: model.resize_token_embeddings(150), "vocabulary was 120 .* is 150 now"),
         ("llama", lambda model: model.double(), "dtype was torch.float32 .* is torch.float64 now"),
         ("gpt2", lambda model: model.train(), r"training mode and its dropout .* model.eval\(\)"),
         ("llama", _checkpointed, "gradient checkpointing leaves no KV cache"),

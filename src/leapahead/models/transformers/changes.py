@@ -1,8 +1,9 @@
 """Whether a module that its user loaded has changed since the last text: weights, adapters, attention, training mode.
 
 The user trains such a module, switches its adapters or copies weights into it between two texts, and nothing tells of
-it. So the target looks at it before it opens a session while none is open. A look must cost little, also at thousands
-of tensors; these together show what changed:
+it. So the target looks at it before it opens a session. Entries that were made before a change serve no other sequence:
+those of closed sessions are dropped, those of open ones, such as of a stream that nobody reads on, are not shared. A
+look must cost little, also at thousands of tensors; these together show what changed:
 
     modules, parameters    which objects they are, by the dictionaries that hold them
     versions               counts of in-place changes, which torch keeps; not raised by writes to `tensor.data`, by
@@ -58,19 +59,19 @@ class Changes:
 
     def __init__(self, model: Any, executor: Any) -> None:
         self._model = model.model if isinstance(model, DecoderView) else model
+        self._count = 0  # of changes
         self._is_copied = isinstance(executor, (ExactExecutor, StaticExecutor))
         if self._model is not None:
             self._form, self._parts = _form(self._model), Parts(self._model)
             self._objects, self._values = self._parts.state()
 
     def look(self, target: Any) -> None:
-        """Forgets cache entries that were made with other weights or adapters, unless a session is open.
+        """Lets no further session have cache entries that were made with other weights or adapters.
 
         Raises:
             Refused: the model cannot be decoded as it is now.
         """
-        cache = getattr(target.executor, "cache", None)
-        if self._model is None or (cache is not None and any(row.busy for row in cache.rows)):
+        if self._model is None:
             return
         for name, now in _form(self._model).items():
             if now != (was := self._form[name]):
@@ -86,6 +87,11 @@ class Changes:
             )
         if (objects, values) != (self._objects, self._values):
             target.forget()
+            self._count += 1
+            cache = getattr(target.executor, "cache", None)
+            for row in () if cache is None else cache.rows:
+                if row.busy:
+                    row.owner = f"before change {self._count}"  # of which there is no further sequence
             self._parts = Parts(self._model)  # it may have other tensors now
             self._objects, self._values = self._parts.state()
 
@@ -174,8 +180,9 @@ def adapters(layers: Sequence[Any]) -> list[tuple[object, ...]]:
 
 def _form(model: Any) -> dict[str, object]:
     """What the executor of a model was chosen by."""
-    attention = text_config(model)._attn_implementation
-    return {"attention implementation": attention, "dtype": model.dtype, "device": model.device}
+    config = text_config(model)
+    form = {"attention implementation": config._attn_implementation, "dtype": model.dtype, "device": model.device}
+    return form | {"vocabulary": getattr(config, "vocab_size", None)}
 
 
 @torch.no_grad()
