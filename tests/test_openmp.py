@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,30 @@ other.start()
 other.join()
 print(loaded, max(most) - 1, settled())  # without the thread itself
 '''
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the libraries in /proc")
+def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
+    torch = pytest.importorskip("torch")
+    numbers, threads = torch.rand(1 << 20), torch.get_num_threads()
+    openmp.find()
+    torch.set_num_threads(2)
+    try:
+        numbers.exp()
+        if not (child := os.fork()):
+            numbers.exp()
+            os._exit(0)
+    finally:
+        torch.set_num_threads(threads)
+    until, ended = monotonic() + 10, (0, 0)
+    while ended == (0, 0) and monotonic() < until:
+        sleep(0.01)
+        ended = os.waitpid(child, os.WNOHANG)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@ GNU's OpenMP lets a thread that waits for the others spin, unless there are more
 sleep and are woken at every barrier, and a forward of a small model takes half as long again, or more. It counts the
 threads of all pools. So a pool that a thread leaves behind (the main thread, which has loaded the model, or one that
 has waited for its text) makes the forwards of every other thread slow. Threads end their pool when they have computed
-for a while; the next computation makes a new one, in some tens of microseconds.
+for a while; the next computation makes a new one, in some tens of microseconds. A thread that forks ends its pool, too:
+the child would wait for threads that it does not have, for ever.
 
 Where other programs use the processors too, spinning is what is slow: a thread that spins uses up the time in which the
 one that it waits for could run, and a forward takes many times as long. So while a thread of this process waits for
@@ -154,6 +155,8 @@ def _waited() -> dict[str, int]:
 
 
 crowding = Crowding()
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(before=release)
 
 
 @contextmanager
