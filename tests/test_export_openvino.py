@@ -167,7 +167,9 @@ def test_bf16_weights_are_the_checkpoints_bit_for_bit(tiny_folder: Path, tiny_mo
     shutil.copytree(tiny_folder, source)
     model = type(tiny_model).from_pretrained(tiny_folder, dtype=torch.bfloat16)
     model.save_pretrained(source)
+    numbers = torch.get_rng_state()
     written = export(source, tmp_path / "out")
+    assert torch.equal(torch.get_rng_state(), numbers)
     parameters = {name: each.detach() for name, each in model.named_parameters()}
     expected = sum(each.nbytes for each in parameters.values())
     assert expected <= written.size < expected + 4000
@@ -390,6 +392,15 @@ def test_an_export_in_the_cache_is_used_again(
     assert leapahead("cache", "models", "--clear").stdout.startswith("2 converted models removed")
     assert not folder.exists()
     assert leapahead("cache", "models").stdout == "There are no converted models.\n"
+
+
+def test_an_export_depends_on_the_adapter_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration alone, such as `lora_alpha`, changes the model."""
+    names = {"config.json", "model.safetensors", "adapter_config.json", "adapter_model.safetensors"}
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(store, "kept", lambda source, files, weights, make: {file.name for file in files})
+    assert cached_export(tmp_path, "f32") == names
 
 
 def test_a_name_on_the_hub_is_exported_from_the_cache_of_the_hub(

@@ -129,7 +129,8 @@ def cached_export(
     def make(made: Path) -> None:
         _write(source, made, weights, report, trust_remote_code)
 
-    files = {file for pattern in (*FILES, "*.safetensors", "*.bin", "*.py") for file in source.glob(pattern)}
+    patterns = (*FILES, "adapter_config.json", "*.safetensors", "*.bin", "*.py")
+    files = {file for pattern in patterns for file in source.glob(pattern)}
     return store.kept(source, filter(Path.is_file, files), weights, make)
 
 

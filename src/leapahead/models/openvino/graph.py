@@ -204,7 +204,8 @@ def _traced(stateless: Stateless) -> Any:
         return tokens, torch.ones(BATCH, past + NEW, dtype=torch.long), positions, torch.arange(BATCH).int()
 
     first = stateless(*example(0))  # tells how many layers keep entries, and of which shapes
-    past = [torch.randn(BATCH, each.shape[1], PAST, each.shape[3]) for each in first[1:]]
+    numbers = torch.Generator().manual_seed(0)  # not the user's
+    past = [torch.randn(BATCH, each.shape[1], PAST, each.shape[3], generator=numbers) for each in first[1:]]
     inputs = (*example(PAST), *past)
     trace: Any = torch.jit.trace(stateless, inputs, strict=False, check_trace=False)  # type: ignore[no-untyped-call]
     graph = ov.convert_model(trace, example_input=inputs)
