@@ -400,7 +400,8 @@ def test_an_export_depends_on_the_adapter_beside_the_model(tmp_path: Path, monke
     for name in names:
         (tmp_path / name).write_text("{}")
     monkeypatch.setattr(store, "kept", lambda source, files, weights, make: {file.name for file in files})
-    assert cached_export(tmp_path, "f32") == names
+    found: Any = cached_export(tmp_path, "f32")
+    assert found == names
 
 
 def test_a_name_on_the_hub_is_exported_from_the_cache_of_the_hub(
