@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event
@@ -227,3 +229,29 @@ def test_products_of_one_row_are_written_out(rows: int, bias: bool, dtype: torch
         torch.testing.assert_close(traced(given), layer(given))
     left = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} & {node.target for node in traced.graph.nodes}
     assert bool(left) == (rows == 2)
+
+
+ENDING = """
+from threading import Event
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from leapahead.models.transformers.static.compiled import Compiler
+
+begun = Event()
+def trace(traced, tensors):
+    with FakeTensorMode():
+        values = torch.empty(8, 8)
+        while True:
+            values = (values @ values).relu()
+            begun.set()
+numbers = torch.zeros(4)
+Compiler(trace, print).order("key", "a row", lambda: numbers.add_(1), [numbers])
+assert begun.wait(60)
+print("ends")
+"""
+
+
+@pytest.mark.slow
+def test_the_interpreter_ends_while_a_forward_is_compiled() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "ends")

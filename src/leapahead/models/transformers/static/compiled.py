@@ -11,12 +11,15 @@ Captures are the store's business (`graphs`), so Inductor's own are switched off
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from threading import Thread
 from time import monotonic
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -32,6 +35,9 @@ Tell = Callable[[str], None]
 
 LEAST_USES = 32  # of a shape, before it is compiled
 MOST = 32  # shapes that are compiled for one target
+EXIT_SECONDS = 10.0  # that the end of the interpreter waits for what is compiled
+
+_threads: WeakSet[Thread] = WeakSet()  # that compile, or have compiled
 
 
 def inductor(traced: Any, tensors: Sequence[Tensor]) -> Traced:
@@ -105,6 +111,16 @@ def on_stderr(line: str) -> None:
         print(f"leapahead: {line}", file=sys.stderr)
 
 
+@atexit.register
+def _end() -> None:
+    """Ends the threads that compile. The end of the interpreter would stop them within torch, which aborts it."""
+    until = monotonic() + EXIT_SECONDS
+    for thread in list(_threads):
+        while thread.is_alive() and monotonic() < until:  # what the thread calls may catch everything
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+            thread.join(0.1)
+
+
 class Compiler:
     """The compiled forwards of one target by key.
 
@@ -162,6 +178,7 @@ class Compiler:
         self._thread = Thread(
             target=self._work, args=(key, what, traced, list(tensors)), name="leapahead compiler", daemon=True
         )
+        _threads.add(self._thread)
         self._thread.start()
 
     def ready(self, key: Hashable) -> Traced | None:
