@@ -52,8 +52,11 @@ def few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_every_cell_is_measured_written_and_reported(few_shapes: None, tmp_path: Path) -> None:
-    names = ("bandwidth", "plain", "curve", "code-t1-b4", "outside", "attention", "exact", "transformers", "vllm")
+def test_every_cell_is_measured_written_and_reported(
+    few_shapes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("research.gpu.cells.BATCHES", (2,))
+    names = ("bandwidth", "plain", "curve", "code-t1-b2", "outside", "attention", "exact", "transformers", "vllm")
     result = run(tmp_path, *(word for name in names for word in ("--cell", name)))
     assert result.exit_code == 0, result.output
     assert {file.stem for file in (tmp_path / TINY).glob("*.json")} == set(names)
@@ -61,8 +64,8 @@ def test_every_cell_is_measured_written_and_reported(few_shapes: None, tmp_path:
     assert not any(each.get("failed") for each in found.values()), result.output
     assert found["bandwidth"]["bytes_per_second"] > 1e8
     assert found["plain"]["weights"] == 4 * sum(each.numel() for each in Lab(TINY, settings()).model.parameters())
-    assert [row["drafter"] for row in found["code-t1-b4"]["rows"]] == ["plain", "auto", "lookahead"]
-    assert {row["differing_texts"] for row in found["code-t1-b4"]["rows"]} == {0}
+    assert [row["drafter"] for row in found["code-t1-b2"]["rows"]] == ["plain", "auto", "lookahead"]
+    assert {row["differing_texts"] for row in found["code-t1-b2"]["rows"]} == {0}
     assert {row["differing_texts"] for row in found["exact"]["rows"]} == {0}
     assert {row["nodes"] for row in found["outside"]["rows"]} == {64}
     assert {row["variant"] for row in found["attention"]["rows"]} >= {"packed", "keys repeated", "compacted"}
@@ -77,7 +80,7 @@ def test_every_cell_is_measured_written_and_reported(few_shapes: None, tmp_path:
 
 
 @pytest.mark.slow
-def test_what_is_there_is_kept_and_what_failed_is_repeated(tmp_path: Path) -> None:
+def test_what_was_measured_is_kept_and_the_rest_repeated(tmp_path: Path) -> None:
     assert run(tmp_path, "--cell", "bandwidth").exit_code == 0
     kept = cell(tmp_path, "bandwidth")
     result = run(tmp_path, "--cell", "bandwidth", "--resume")
@@ -85,7 +88,7 @@ def test_what_is_there_is_kept_and_what_failed_is_repeated(tmp_path: Path) -> No
     assert "done" not in result.output
     assert cell(tmp_path, "bandwidth") == kept
     file = tmp_path / TINY / "bandwidth.json"
-    file.write_text(json.dumps({**kept, "failed": True}), encoding="utf-8")
+    file.write_text(json.dumps({**kept, "refused": "no time was left"}), encoding="utf-8")
     assert "done" in run(tmp_path, "--cell", "bandwidth", "--resume").output
     file.write_text(json.dumps({**kept, "conditions": {**kept["conditions"], "gpu": "another"}}), encoding="utf-8")
     result = run(tmp_path, "--cell", "bandwidth", "--resume")
@@ -153,6 +156,34 @@ def test_bad_input_is_one_sentence(tmp_path: Path, options: list[str], words: st
 
 def settings(**more: Any) -> Settings:
     return Settings(CPU, "float32", **more)
+
+
+def test_no_prompt_is_decoded_twice() -> None:
+    """A drafter would know the text of the first time."""
+    lab = Lab(TINY, settings())
+    found = lab.prompts("code", 4)
+    assert len({tuple(each) for each in found}) == len(found) == 3
+    assert lab.prompts("code") == found
+    every = {each.name: each for each in cells(lab)}
+    with pytest.raises(Refused, match="16 prompts of code are needed and there are 3; name a folder with --data"):
+        every["code-t0-b16"].measure(lab, Clock(60))
+
+
+@pytest.mark.slow
+def test_exact_mode_compares_every_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    lab = Lab(TINY, settings(max_new_tokens=4, prompts=1))
+    speed = lab.speed
+
+    def watched(kind: str, drafter: str, options: Any, prompts: Any, *given: Any, **more: Any) -> Any:
+        seen.extend(tuple(each) for each in prompts if drafter == "recycling")
+        return speed(kind, drafter, options, prompts, *given, **more)
+
+    monkeypatch.setattr(lab, "speed", watched)
+    monkeypatch.setattr("research.gpu.cells.EXACT_BATCH", 2)  # of three prompts of each task
+    found = {each.name: each for each in cells(lab)}["exact"].measure(lab, Clock(600))
+    assert len(seen) == len(set(seen)) == 6
+    assert sum(row["texts"] for row in found["rows"] if row["drafter"] == "recycling") == 6
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def curve(lab: Lab, clock: Clock) -> Data:
 
 def speculation(lab: Lab, clock: Clock, task: str, temperature: float, batch: int) -> Data:
     """Plain decoding, `auto`, and lookahead decoding, all on captured forwards where there are any."""
-    prompts = lab.prompts(task, max(batch, lab.settings.prompts))
+    prompts = lab.prompts(task, max(batch, lab.settings.prompts), least=batch)
     setting = Setting(temperature, batch, lab.settings.max_new_tokens, seed=1)
     kind = CAPTURED if _has(lab, CAPTURED) else EAGER
     rows: list[Data] = []
@@ -208,7 +208,9 @@ def exact(lab: Lab, clock: Clock) -> Data:
             left = lab.settings.exact_tokens - sum(row["tokens"] for row in rows)
             if rows and (left <= 0 or clock.has_run_out):
                 return {"speeds": prices, "rows": rows}
-            prompts = lab.prompts(task, (turn + 1) * some)[turn * some :][: -(-left // setting.max_new_tokens)]
+            prompts = lab.prompts(task)[turn * some : (turn + 1) * some][: -(-left // setting.max_new_tokens)]
+            if not prompts:  # all were compared
+                return {"speeds": prices, "rows": rows}
             _, theirs = lab.speed(EXACT, "plain", {}, prompts, setting, passes=1)
             row, mine = lab.speed(EXACT, drafter, options, prompts, setting, passes=1)
             pairs = zip(mine.texts, theirs.texts, strict=True)

@@ -49,7 +49,7 @@ LLAMAS = [name for name, shapes in COSTS.items() if not shapes.recurrent]
     metavar="NAME",
     help="Only this cell, which may take all of the time; may be repeated.",
 )
-@click.option("--resume", is_flag=True, help="Keep the cells that are there.")
+@click.option("--resume", is_flag=True, help="Keep the cells that were measured.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -134,7 +134,7 @@ def _chosen(lab: Lab, names: tuple[str, ...]) -> list[Cell]:
 
 def _measured(lab: Lab, cell: Cell, file: Path, clock: Clock, seconds: float, resume: bool) -> bool:
     """Measures a cell and writes its file; true where too little time is left."""
-    if resume and file.is_file() and not _before(file, lab).get("failed"):
+    if resume and file.is_file() and "refused" not in _before(file, lab):  # for want of time, maybe
         return False
     if clock.left <= min(seconds, cell.seconds) / 2:
         return True

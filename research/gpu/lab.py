@@ -15,6 +15,7 @@ from leapahead.bench import tasks
 from leapahead.bench.conditions import Data, Progress, silent
 from leapahead.bench.contender import Ours, Pass, Setting
 from leapahead.check import distinct
+from leapahead.core.errors import Refused
 from leapahead.models import loading
 from leapahead.models.transformers import pretrained
 from leapahead.models.transformers.model import TransformersTarget
@@ -41,7 +42,7 @@ class Settings:
         device: of the model.
         dtype: of its weights.
         data: folder of prompts; None for the bundled ones.
-        prompts: of each task; batches take as many as they have sequences, if that is more.
+        prompts: of each task, at most; batches take as many as they have sequences, if that is more.
         max_new_tokens: of each text.
         exact_tokens: that exact mode compares at most.
         rounds: of repeated measurements.
@@ -109,11 +110,17 @@ class Lab:
         target = self._targets[kind]
         return loading.Loaded(target, self.tokenizer, ())
 
-    def prompts(self, task: str, count: int) -> list[list[int]]:
-        """Token ids of so many prompts of a task."""
-        (found,) = tasks.read(self.settings.data, [task], count)
+    def prompts(self, task: str, most: int | None = None, least: int = 1) -> list[list[int]]:
+        """Token ids of a task's prompts, of so many at most. None comes twice: a drafter would know its text already.
+
+        Raises:
+            Refused: there are fewer than `least`.
+        """
+        (found,) = tasks.read(self.settings.data, [task], most)
         whole = tasks.encoded(found, self.loaded(EAGER), self.settings.max_new_tokens + 1)
-        return [whole[at % len(whole)] for at in range(count)]
+        if len(whole) < least:
+            raise Refused(f"{least} prompts of {task} are needed and there are {len(whole)}; name a folder with --data")
+        return whole
 
     @cached_property
     def tasks(self) -> list[str]:

@@ -94,6 +94,8 @@ def simulate(
     executor = loaded.target.executor  # type: ignore[attr-defined]
     assert isinstance(executor, StaticExecutor)
     _count_time(executor, times)
+    for task in lab.tasks:
+        lab.prompts(task, least=max(batches))  # or it is refused before anything is simulated
     for batch, task, temperature in product(batches, lab.tasks, temperatures):
         executor.forget()
         setting = Setting(temperature, batch, lab.settings.max_new_tokens, seed=1)
