@@ -33,6 +33,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.grammar import Grammars
 from leapahead.models.toy import ToyTarget
 from leapahead.serve import keys, server
+from leapahead.serve.prompts import Texts
 from leapahead.serve.settings import Limits, Settings
 from tests.serving import NO_TLS, Letters, Running, SlowToy, serving, toy_llm
 
@@ -129,6 +130,18 @@ def test_cache_entries_of_prompts_are_shared_within_a_key() -> None:
         assert cached("one") > 20
         assert cached("two") == 0
         assert cached("two") > 20
+
+
+def test_a_prompt_that_is_scored_is_not_one_that_was_in_the_cache() -> None:
+    """The request reads it twice, at first for the log-probabilities of its tokens."""
+    with serving(LLM()) as running:
+        for name, asked in (("echo", {"echo": True, "logprobs": 1}), ("more", {"prompt_logprobs": 0})):
+            body = {"prompt": f"def {name}(a, b):\n    return a + b\n", "max_tokens": 2, **asked}
+            usage = running.post(COMPLETIONS, body).json()["usage"]
+            assert usage["prompt_tokens"] > 8
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+        assert running.metric("prefix_cache_queries_total") > 16
+        assert running.metric("prefix_cache_hits_total") == 0
 
 
 @pytest.mark.slow
@@ -428,6 +441,32 @@ def test_requests_that_take_too_long_are_cancelled_at_the_end() -> None:
         assert "shutting_down" in stream.text
         running.thread.join(10)
         assert time.monotonic() - began < 8
+
+
+@pytest.mark.parametrize("asked", [{}, {"stream": True}, {"echo": True, "logprobs": 0}])
+def test_a_request_that_is_prepared_when_the_server_ends_is_answered(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its texts are not decoded any more, for which nobody would wait."""
+    entered, go = Event(), Event()
+    prompts = Texts.prompts
+
+    def slow(self: Texts, *given: Any) -> Any:
+        entered.set()
+        go.wait(10)
+        return prompts(self, *given)
+
+    monkeypatch.setattr(Texts, "prompts", slow)
+    with serving(toy_llm(), {"shutdown_seconds": 0.01}) as running, ThreadPoolExecutor(1) as client:
+        answer = client.submit(running.post, COMPLETIONS, {"prompt": "abc", "max_tokens": 900, **asked})
+        assert entered.wait(10)
+        running.server.end()
+        while not running.worker._stopped:
+            time.sleep(0.01)
+        go.set()
+        found = answer.result(10)
+        assert (found.status_code, found.json()["error"]["code"]) == (503, "shutting_down")
+        assert running.worker.total.steps == 0
 
 
 @contextmanager

@@ -104,8 +104,11 @@ class Batch:
         return sum((handle.stats for handle in self.handles), Stats())
 
     def reused_tokens(self, samples: int) -> int:
-        """Tokens of prompts that were in the cache; of each prompt's first sample, since the others share its own."""
-        return sum(max(handle.stats.reused_tokens, 0) for handle in self.handles[::samples])
+        """Tokens of prompts that were in the cache; of each prompt's first sample, since the others share its own.
+
+        0 where log-probabilities of prompts were asked for: the request itself has read them before.
+        """
+        return sum(max(handle.stats.reused_tokens, 0) for handle in self.handles[::samples] if self.job.scored is None)
 
 
 class Worker:
@@ -201,9 +204,7 @@ class Worker:
             ApiError: the prompts are read by an encoder, which gives none.
         """
         if self.llm.llm.target.info.decoder is not None:
-            message = (
-                "an encoder-decoder model has no log-probabilities of its prompt; leave out prompt_logprobs, or echo"
-            )
+            message = "encoder-decoder models have no log-probabilities of prompts; leave out prompt_logprobs, or echo"
             raise ApiError(400, message, "prompt_logprobs", "invalid_value")
         engine, (changed, notify) = self.llm.llm.engine, wake_up()
         drafter = await asyncio.to_thread(engine.drafter, Given)
@@ -220,6 +221,7 @@ class Worker:
                     owner=job.owner,
                 )
                 batch.handles += await self.llm.submit(request, [request.sampling], notify)
+            self._check_time(batch)
             await self._ended(changed, batch)
             return [
                 [TokenLogprobs(prompt[0], 0.0, ()), *handle.logprobs[: len(prompt) - 1]]
@@ -250,8 +252,7 @@ class Worker:
             requests = await asyncio.to_thread(self._requests, job, stream) if job.length else []
             for request, sampling in requests:
                 batch.handles += await self.llm.submit(request, sampling, notify)
-            if batch.is_late:
-                raise _late(batch)
+            self._check_time(batch)
         except BaseException:
             self._end(batch, job)
             raise
@@ -329,14 +330,19 @@ class Worker:
         if not batch.is_late:
             await changed.wait()
         if batch.is_late:
-            raise _late(batch)
+            self._check_time(batch)
+
+    def _check_time(self, batch: Batch) -> None:
+        """Raises what has cancelled a request, also while its texts were not submitted yet."""
+        if batch.is_late:
+            raise ApiError(504, f"the request took longer than its {batch.seconds:g} seconds", code="deadline")
+        if self._stopped:
+            raise ApiError(503, "the server has stopped before the text was complete", code="shutting_down")
 
     def _check(self, batch: Batch, handle: Handle) -> None:
         """Raises what ended a text before it was complete."""
-        if handle.finish_reason == "cancelled" and batch.is_late:
-            raise _late(batch)
-        if handle.finish_reason == "cancelled" and self._stopped:
-            raise ApiError(503, "the server has stopped before the text was complete", code="shutting_down")
+        if handle.finish_reason == "cancelled":
+            self._check_time(batch)
         try:
             check(handle)
         except BadParameter as error:  # a grammar that became too complex
@@ -355,7 +361,8 @@ class Worker:
         for index, handle in enumerate(batch.handles):
             self.metrics.finished(handle, job.length, job.began, now)
             if index % samples == 0 and handle.stats.prompt_tokens:
-                self.metrics.read(handle.stats.prompt_tokens, handle.stats.reused_tokens, samples)
+                cached = handle.stats.reused_tokens if job.scored is None else 0
+                self.metrics.read(handle.stats.prompt_tokens, cached, samples)
 
     def _cancel(self, batch: Batch) -> None:
         self._live.remove(batch)
@@ -378,10 +385,6 @@ class Worker:
         self._stopped = self.draining = True
         for batch in self._live:
             self._interrupt(batch)
-
-
-def _late(batch: Batch) -> ApiError:
-    return ApiError(504, f"the request took longer than its {batch.seconds:g} seconds", code="deadline")
 
 
 def _empty(job: Job, index: int) -> Result:
