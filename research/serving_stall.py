@@ -150,6 +150,9 @@ def main(
                 some, used = questions[used : used + streams], used + streams
                 # Another beginning each time, so that nothing of it is in a cache.
                 tokens = httpx.post(f"{servers[0].url}/tokenize", json={"prompt": f"{used} {text}"}).json()["tokens"]
+                if len(tokens) < prompt:
+                    most = f"all questions together have {len(tokens)} tokens"
+                    raise BadParameter(f"--prompt {prompt} is not possible: {most}; give fewer")
                 long = httpx.post(f"{servers[0].url}/detokenize", json={"tokens": tokens[:prompt]}).json()["prompt"]
                 passed = asyncio.run(measured(server, some, long, max_tokens))
                 if turn:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 from pathlib import Path
 
+import httpx
 import pytest
 from click.testing import CliRunner
 
 from leapahead.core.errors import BadParameter, LeapaheadError
-from research import serving, serving_overhead
+from research import serving, serving_memory, serving_overhead
 from research.serving_overhead import Seen
 
 
@@ -48,3 +51,24 @@ def test_times_between_pieces_need_an_answer_of_several_pieces() -> None:
     assert serving._quantiles([1.0, 2.0, 3.0])["p50"] == 2.0
     with pytest.raises(BadParameter, match="raise --max-tokens"):
         serving._quantiles([])
+
+
+class Patient(random.Random):
+    """Leaves where leaving is certain, and asks for whole answers."""
+
+    def random(self) -> float:
+        return 0.9
+
+
+@pytest.mark.parametrize(("error", "left"), [(httpx.ConnectTimeout, True), (httpx.ReadTimeout, True), (None, False)])
+def test_a_client_that_leaves_a_busy_server(error: type[httpx.TimeoutException] | None, left: bool) -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        if error is not None:
+            raise error("too late", request=request)
+        return httpx.Response(200)
+
+    async def ask() -> bool:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(handle), base_url="http://server") as client:
+            return await serving_memory.ask(client, Patient(0), 0, aborts=1.0)
+
+    assert asyncio.run(ask()) is left
