@@ -11,11 +11,14 @@ import pytest
 from click.testing import CliRunner
 from helpers import GREEDY, PROMPT, FixedLatency
 from parallel import divided
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from leapahead import Engine, Request, StopParams
+from leapahead.core.errors import Refused
 from leapahead.models.toy import ToyTarget
+from leapahead.models.transformers.model import TransformersTarget
 from research.cli import main
-from research.devices.measured import recorded
+from research.devices.measured import layer_times, recorded
 from research.devices.schedules import (
     Layers,
     Step,
@@ -123,6 +126,15 @@ def test_divided_branches_take_the_time_of_the_largest_part_and_two_messages() -
 
 def test_a_line_is_fitted_to_times() -> None:
     assert fitted_line([(1.0, 3.0), (2.0, 5.0), (4.0, 9.0)]) == pytest.approx((1.0, 2.0))
+
+
+@pytest.mark.slow
+def test_a_layer_of_few_cannot_be_timed() -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    with pytest.raises(Refused, match="small has 2 layers, and three are needed to time one; give another model"):
+        layer_times(TransformersTarget(LlamaForCausalLM(config).eval(), name="small"))
 
 
 def test_bad_values_of_the_command(tmp_path: Path) -> None:

@@ -66,9 +66,11 @@ def main(draft: str, times: str | None, seconds: float, max_new_tokens: int, out
             f"--max-new-tokens={max_new_tokens} is not possible: at most 250 tokens of a text are compared"
         )
     loaded, prompts, named = loaded_prompts(dict(values), max_new_tokens)
-    timed = loaded if times is None else loading.load(times)
+    place = {"device": values["device"]}  # times of several models are compared
+    timed = loaded if times is None else loading.load(times, **place)
     model = measured.transformers_target(loaded.target)
-    drafter = loading.load(loading.bundled("tiny-draft") if draft == loading.BUNDLED else draft, dtype=values["dtype"])
+    named_draft = loading.bundled("tiny-draft") if draft == loading.BUNDLED else draft
+    drafter = loading.load(named_draft, dtype=values["dtype"], **place)
     if drafter.target.info.vocab_size != model.info.vocab_size:
         raise BadParameter(f"--draft {draft} is not possible: its vocabulary is not that of {model.info.name}")
     with screen.progress("devices") as bar:

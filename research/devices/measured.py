@@ -116,10 +116,15 @@ def layer_times(target: Target) -> tuple[float, float]:
     """Seconds of one layer and of what is computed beside the layers (embedding, final norm, output layer).
 
     The line through the times of one-row forwards that end behind some of the layers, medians of interleaved rounds.
+
+    Raises:
+        Refused: the target is no model of Transformers, or has too few layers for that.
     """
     model = transformers_target(target)
     count = model.info.layers
     some = sorted({1, count // 4, count // 2, 3 * count // 4, count - 1} - {0})
+    if len(some) < 2:
+        raise Refused(f"{model.info.name} has {count} layers, and three are needed to time one; give another model")
     parts: dict[int, Target] = {number: EarlyExit(model, number) for number in some}
     took: dict[int, list[float]] = {number: [] for number in parts}
     sessions = {}
