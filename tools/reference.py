@@ -179,7 +179,7 @@ def request_parameters(table: Table) -> str:
         ("### Completions only", CompletionRequest, common),
         ("### Chats only", ChatRequest, common),
         ("### Responses only", ResponsesRequest, decoding),
-        ("### Messages only", MessagesRequest, decoding - {"metadata", "service_tier"}),
+        ("### Messages only", MessagesRequest, decoding - MessagesRequest.__annotations__.keys()),
         ("### `leapahead`", Extension, set()),
     ]
     parts = []
@@ -221,7 +221,7 @@ def _bounds(given: dict[str, Any]) -> str:
         return " or ".join(f"`{json.dumps(each)}`" for each in given.get("enum", [given.get("const")]))
     choices = given.get("anyOf") or given.get("oneOf") or []
     if choices:
-        return " or ".join(dict.fromkeys(_bounds(each) for each in choices if each.get("type") != "null"))
+        return " or ".join(dict.fromkeys(_bounds(each) for each in choices if each.get("type") != "null")) or "`null`"
     least, most = given.get("minimum", given.get("exclusiveMinimum")), given.get("maximum")
     limits = [f"{'above' if 'exclusiveMinimum' in given else 'from'} {least:g}"] if least is not None else []
     limits += [f"to {most:g}"] if most is not None and most < BOUNDLESS else []

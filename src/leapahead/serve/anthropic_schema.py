@@ -194,7 +194,7 @@ class MessagesRequest(Conversation, Decoding):
         max_tokens: greatest length of the answer, thinking included. A text also ends at the server's own limit, and
             where the context does.
         stop_sequences: strings before which the text ends.
-        stop: not here.
+        stop: not here; `stop_sequences` takes its place.
         metadata: `user_id` is written to the log, nothing else.
         service_tier: accepted, and not used.
         leapahead: an object with the server's own parameters, `stats` and `deadline_seconds`.
