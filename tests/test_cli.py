@@ -165,6 +165,8 @@ def test_compare(leapahead: Any, expected: Any) -> None:
     assert "\n".join(text) == expected.text
     assert "times plain decoding's speed (" in figures
     assert verdict == "The text equals that of plain decoding, token for token (20 tokens)."
+    quiet = leapahead("generate", PROMPT, *FEW, "--compare", "--rounds", "1", "--quiet")
+    assert quiet.stdout.removesuffix("\n") == expected.text
     found = json.loads(leapahead("generate", PROMPT, *FEW, "--compare", "--rounds", "2", "--json").stdout)
     assert found["compare"]["equal"] is True
     assert found["compare"]["rounds"] == 2

@@ -67,7 +67,7 @@ OUTPUT = "Output options"
     group=OUTPUT,
     help="Rounds that --compare measures.",
 )
-@option("-q", "--quiet", is_flag=True, group=OUTPUT, help="Print the text only, without the line of figures.")
+@option("-q", "--quiet", is_flag=True, group=OUTPUT, help="Print the text only, without any figures.")
 @option(
     "--stream/--no-stream",
     "streamed",
@@ -115,7 +115,7 @@ def generate(
     else:
         if not streamed:
             screen.show_text(result.text)
-        if comparison is not None:
+        if comparison is not None and not quiet:
             _show(result, comparison)
         elif not quiet:
             screen.say(screen.figures(result))
