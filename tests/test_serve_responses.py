@@ -93,6 +93,18 @@ def test_the_events_of_a_stream_make_the_response(client: openai.OpenAI) -> None
     assert not events[0].response.output
 
 
+def test_an_error_within_a_stream_is_an_event_of_its_own(running: Running) -> None:
+    """With the members of `ResponseErrorEvent`, and those by which the official client raises it."""
+    asked = {"input": QUESTION, "stream": True, "ignore_eos": True, "leapahead": {"deadline_seconds": 0.1}}
+    before, name, data = running.post(PATH, asked).text.rstrip("\n").rsplit("\n", 2)
+    assert name == "event: error"
+    found = json.loads(data.removeprefix("data: "))
+    own = {each: found.pop(each) for each in ("message", "code", "param")}
+    assert own == {"message": "the request took longer than its 0.1 seconds", "code": "deadline", "param": None}
+    assert found.pop("sequence_number") == len(re.findall("^event: ", before, flags=re.MULTILINE))
+    assert found == {"type": "error", "error": {**own, "type": "timeout_error"}}
+
+
 def test_a_stream_ends_with_its_last_event(running: Running) -> None:
     """Unlike that of chats, which a mark ends."""
     asked = {"input": QUESTION, "max_output_tokens": 2, "stream": True, "client_metadata": {"session": "a"}}

@@ -291,9 +291,9 @@ def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):  # also numbers and nesting beyond what Python reads
-                raise BadParameter(f"{where} is not JSON") from None
+                raise BadParameter(f"{where} is not JSON; write a JSON object on each line") from None
             if not isinstance(record, dict):
-                raise BadParameter(f"{where} is not a JSON object")
+                raise BadParameter(f"{where} is not a JSON object; write one on each line")
             records.append((where, record))
     return records
 

@@ -62,7 +62,7 @@ async def respond(service: Service, request: Request, body: MessagesRequest) -> 
             job, reading = chat.prepared(service, given, request.state.owner)
             found = Responder(given.max_tokens, reading)
             return job, Answer(
-                found.whole, found.opening, found.chunk, found.last, write=written, ending="", names_errors=True
+                found.whole, found.opening, found.chunk, found.last, write=written, ending="", write_error=failed
             )
 
         return await service.answer(request, given, "msg_", 1, prepare)
@@ -81,6 +81,11 @@ def written(event: MessageEvent) -> str:
     """The event as the stream has it, with its type before it; behind the last one that tells something, the end."""
     found = f"event: {event.type}\n{streaming.event(event)}"
     return found + written(MessageEvent(type="message_stop")) if event.type == "message_delta" else found
+
+
+def failed(body: dict[str, Any]) -> str:
+    """The event of an error."""
+    return f"event: error\n{streaming.error_event(body)}"
 
 
 class Responder:

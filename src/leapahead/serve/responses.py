@@ -68,7 +68,13 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
             job, reading = chat.prepared(service, given, request.state.owner)
             responder = Responder(service.texts, body, given, reading, job.options)
             return job, Answer(
-                responder.whole, responder.opening, responder.chunk, responder.last, write=written, ending=""
+                responder.whole,
+                responder.opening,
+                responder.chunk,
+                responder.last,
+                write=written,
+                ending="",
+                write_error=responder.failed,
             )
 
         return await service.answer(request, given, "resp_", 1, prepare)
@@ -127,6 +133,11 @@ class Responder:
         """The whole response."""
         response = self._ended(members, self._finish_reason)
         return self._event(f"response.{response.status}", response=response)
+
+    def failed(self, body: dict[str, Any]) -> str:
+        """The event of an error: OpenAI's has its members beside `type`, and its clients look for them in `error`."""
+        more = {name: body["error"][name] for name in ("code", "message", "param")}
+        return f"event: error\n{streaming.error_event({**body, **more, 'sequence_number': self._sent})}"
 
     def _ended(self, members: Members, finish_reason: str | None) -> ResponseReply:
         list(self._closed(finish_reason))

@@ -22,7 +22,7 @@ from leapahead.serve.prompts import Texts
 from leapahead.serve.replies import Speculation, Usage
 from leapahead.serve.schema import Generation
 from leapahead.serve.settings import Settings
-from leapahead.serve.streaming import DONE, EventStream, TextEvent, event, unless_gone
+from leapahead.serve.streaming import DONE, EventStream, TextEvent, error_event, event, unless_gone
 from leapahead.serve.usage import speculation, usage
 from leapahead.serve.worker import Batch, Job, Worker
 
@@ -45,7 +45,7 @@ class Answer:
         score: takes the log-probabilities of the prompts, where the job asks for them.
         write: a chunk as the stream has it.
         ending: what a stream ends with.
-        names_errors: whether an error within a stream is an event with the name "error".
+        write_error: an error object within a stream as the stream has it.
     """
 
     whole: Callable[[Members, Sequence[Result]], BaseModel]
@@ -56,7 +56,7 @@ class Answer:
     score: Callable[[Sequence[Sequence[TokenLogprobs]]], None] | None = None
     write: Callable[[Any], str] = event
     ending: str = DONE
-    names_errors: bool = False
+    write_error: Callable[[dict[str, Any]], str] = error_event
 
 
 class Service:
@@ -133,9 +133,7 @@ class Service:
             if self.settings.log_prompts:
                 log["texts"] = [""] * job.sequences
             events = self._events(first[0], pieces, job, answer, body, members, log.get("texts"))
-            return EventStream(
-                events, resources.pop_all(), request.state.request_id, answer.ending, answer.names_errors
-            )
+            return EventStream(events, resources.pop_all(), request.state.request_id, answer.ending, answer.write_error)
 
     async def _events(
         self,

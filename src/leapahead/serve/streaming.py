@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -25,6 +25,11 @@ GONE = 499  # the status in the log where the client has closed the connection
 def event(model: BaseModel) -> str:
     """An event with this object."""
     return f"data: {model.model_dump_json()}\n\n"
+
+
+def error_event(body: dict[str, Any]) -> str:
+    """An event with this error object."""
+    return f"data: {json.dumps(body)}\n\n"
 
 
 class TextEvent:
@@ -55,7 +60,7 @@ class EventStream(StreamingResponse):
         resources: released at the end.
         request_id: for the log.
         ending: what comes behind all events.
-        names_errors: see `Answer`.
+        write_error: see `Answer`.
     """
 
     media_type = "text/event-stream"
@@ -66,10 +71,10 @@ class EventStream(StreamingResponse):
         resources: AsyncExitStack,
         request_id: str,
         ending: str = DONE,
-        names_errors: bool = False,
+        write_error: Callable[[dict[str, Any]], str] = error_event,
     ) -> None:
         self._events, self._resources, self._request_id, self._ending = events, resources, request_id, ending
-        self._name_of_errors = "event: error\n" if names_errors else ""
+        self._write_error = write_error
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,7 +94,7 @@ class EventStream(StreamingResponse):
         except Exception as error:
             known = of(error)
             log_fault(known, error, self._request_id)
-            event = f"{self._name_of_errors}data: {json.dumps(known.body())}\n\n"
+            event = self._write_error(known.body())
             await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": self._ending.encode(), "more_body": False})
 
