@@ -6,9 +6,9 @@ import ssl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Thread
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import httpx
 import openai
@@ -90,6 +90,15 @@ def toy_llm(seconds: float = 0.0, **options: Any) -> LLM:
     return LLM(target, tokenizer=Letters(), **{"drafter": "suffix", "nodes": 4, **options})
 
 
+class Closes(Protocol):
+    """A client of a server."""
+
+    def close(self) -> None: ...
+
+
+Client = TypeVar("Client", bound=Closes)
+
+
 @dataclass
 class Running:
     """A server under test."""
@@ -99,9 +108,15 @@ class Running:
     worker: Worker
     server: server.Server
     thread: Thread
+    clients: list[Closes] = field(default_factory=list)
+
+    def kept(self, client: Client) -> Client:
+        """A client that is closed with the server; the garbage collector may find its socket before the client."""
+        self.clients.append(client)
+        return client
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0, timeout=60)
+        return self.kept(openai.OpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0, timeout=60))
 
     def asynchronous(self, key: str = "none") -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0, timeout=120)
@@ -142,7 +157,10 @@ def serving(llm: LLM, limits: dict[str, Any] | None = None, **settings: Any) -> 
             while not running.started:
                 assert thread.is_alive()
                 time.sleep(0.01)
-            yield Running(server.address(listening), llm, worker, running, thread)
+            found = Running(server.address(listening), llm, worker, running, thread)
+            yield found
+            for client in found.clients:
+                client.close()
         finally:
             running.end()
             thread.join(60)

@@ -40,7 +40,7 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(running: Running) -> anthropic.Anthropic:
-    return anthropic.Anthropic(api_key="none", base_url=running.url, max_retries=0, timeout=60)
+    return running.kept(anthropic.Anthropic(api_key="none", base_url=running.url, max_retries=0, timeout=60))
 
 
 def respond(client: anthropic.Anthropic, **options: Any) -> Any:
@@ -183,7 +183,7 @@ def test_what_a_conversation_is() -> None:
 def test_thinking(client: anthropic.Anthropic) -> None:
     """What the model writes up to the end of its reasoning is a block of its own."""
     with serving(calling_llm(), reasoning_parser="deepseek_r1") as reasoning:
-        own = anthropic.Anthropic(api_key="none", base_url=reasoning.url, max_retries=0, timeout=60)
+        own = reasoning.kept(anthropic.Anthropic(api_key="none", base_url=reasoning.url, max_retries=0, timeout=60))
         found = respond(own, thinking={"type": "enabled", "budget_tokens": 1024})
         assert [block.type for block in found.content] == ["thinking"]
         with own.messages.stream(
@@ -249,14 +249,14 @@ def test_keywords_that_no_grammar_enforces(client: anthropic.Anthropic) -> None:
 def test_keys(client: anthropic.Anthropic) -> None:
     with serving(calling_llm(), keys=("secret",)) as guarded:
         for given in ({"api_key": "secret"}, {"auth_token": "secret", "api_key": None}):
-            own = anthropic.Anthropic(base_url=guarded.url, max_retries=0, timeout=60, **given)
+            own = guarded.kept(anthropic.Anthropic(base_url=guarded.url, max_retries=0, timeout=60, **given))
             assert respond(own, max_tokens=2).usage.output_tokens == 2
         with pytest.raises(anthropic.AuthenticationError, match="a wrong API key"):
-            respond(anthropic.Anthropic(api_key="no", base_url=guarded.url, max_retries=0))
+            respond(guarded.kept(anthropic.Anthropic(api_key="no", base_url=guarded.url, max_retries=0)))
 
 
 def test_an_error_within_a_stream(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = anthropic.Anthropic(api_key="none", base_url=running.url, max_retries=0, timeout=60)
+    own = running.kept(anthropic.Anthropic(api_key="none", base_url=running.url, max_retries=0, timeout=60))
     step, steps = running.llm.engine.target.step, 0
 
     def failing(*given: Any, **options: Any) -> Any:
