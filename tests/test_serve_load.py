@@ -271,6 +271,7 @@ def test_deadlines() -> None:
             began = time.monotonic()
             found = running.post("/v1/completions", given)
             assert (found.status_code, found.json()["error"]["code"]) == (504, "deadline")
+            assert found.headers["x-should-retry"] == "false"
             assert f"{seconds:g} seconds" in found.json()["error"]["message"]
             assert seconds <= time.monotonic() - began < seconds + 2
             assert running.idle(1)

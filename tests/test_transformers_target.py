@@ -707,8 +707,9 @@ def test_a_processor_that_raises_ends_its_own_session_only(model: Any, eager: bo
     sessions = [opened(target, PROMPT, SamplingParams(processors=(broken,))), opened(target, PROMPT[:9])]
     failed, right = target.step(sessions, [TokenTree.root(session.tokens[-1]) for session in sessions])
     assert right[0] == expected
+    assert failed[0] == -1
     with pytest.raises(ValueError, match="of the user"):
-        failed[0]
+        failed.check(0)
 
 
 def test_a_model_of_nan_is_refused() -> None:

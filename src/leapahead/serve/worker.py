@@ -335,7 +335,8 @@ class Worker:
     def _check_time(self, batch: Batch) -> None:
         """Raises what has cancelled a request, also while its texts were not submitted yet."""
         if batch.is_late:
-            raise ApiError(504, f"the request took longer than its {batch.seconds:g} seconds", code="deadline")
+            message = f"the request took longer than its {batch.seconds:g} seconds"
+            raise ApiError(504, message, code="deadline", headers={"x-should-retry": "false"})  # by OpenAI's clients
         if self._stopped:
             raise ApiError(503, "the server has stopped before the text was complete", code="shutting_down")
 
