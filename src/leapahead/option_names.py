@@ -16,7 +16,6 @@ _BEAMS = "there is no beam search; temperature and n give samples"
 _SAMPLING = "there are temperature, top_k, top_p and min_p; logits_processors may change the logits in other ways"
 _SCHEMA = "use grammar=leapahead.Grammar.json_schema(...)"
 _GRAMMAR = "use grammar=, see leapahead.Grammar"
-_PLAIN = "drafter='plain' decodes without drafts, and the drafter decides what is drafted"
 OF_TEXT = {
     "max_length": "use max_new_tokens, which does not count the prompt",
     "n_predict": "use max_new_tokens",
@@ -26,7 +25,9 @@ OF_TEXT = {
     **dict.fromkeys(("typical_p", "mirostat", "tfs_z", "no_repeat_ngram_size", "top_n_sigma"), _SAMPLING),
     **dict.fromkeys(("guided_json", "json_schema", "response_format"), _SCHEMA),
     **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "regex"), _GRAMMAR),
-    **dict.fromkeys(("speculative", "prompt_lookup_num_tokens", "assistant_model", "custom_generate"), _PLAIN),
+    "speculative": "the drafter decides what is drafted; drafter='plain' decodes without drafts",
+    "prompt_lookup_num_tokens": "use drafter='prompt_lookup'",
+    "assistant_model": "give LLM the name of a smaller model as draft=",
     "stop_strings": "use stop",
     "skip_special_tokens": "special tokens are never part of the text, and always of the tokens",
     "echo": "the prompt is not part of the text; the server's completions can repeat it",
