@@ -11,13 +11,14 @@ from click.testing import CliRunner
 from leapahead.api import OF_LLM
 from leapahead.cli import main
 from leapahead.cli.command import OTHER_NAMES
+from leapahead.drafters import registry
 from leapahead.inputs import Options
 from leapahead.models.loading import ENGINE_OPTIONS
 from leapahead.option_names import OF_LLM as OTHERS_OF_LLM
 from leapahead.option_names import OF_TEXT as OTHERS_OF_TEXT
 
 OF_TEXT, OF_MODEL = set(Options.__annotations__), {*OF_LLM, *ENGINE_OPTIONS}
-ELSEWHERE = {"json_schema"}  # of `Grammar`
+ELSEWHERE = {"json_schema", *registry.names()}  # of `Grammar`, and drafters
 
 
 @pytest.mark.parametrize(("others", "own"), [(OTHERS_OF_TEXT, OF_TEXT), (OTHERS_OF_LLM, OF_MODEL)])
