@@ -14,8 +14,7 @@ from leapahead.cli.command import OTHER_NAMES
 from leapahead.drafters import registry
 from leapahead.inputs import Options
 from leapahead.models.loading import ENGINE_OPTIONS
-from leapahead.option_names import OF_LLM as OTHERS_OF_LLM
-from leapahead.option_names import OF_TEXT as OTHERS_OF_TEXT
+from leapahead.option_names import OTHERS_OF_LLM, OTHERS_OF_TEXT
 
 OF_TEXT, OF_MODEL = set(Options.__annotations__), {*OF_LLM, *ENGINE_OPTIONS}
 ELSEWHERE = {"json_schema", *registry.names()}  # of `Grammar`, and drafters

@@ -16,7 +16,7 @@ _BEAMS = "there is no beam search; temperature and n give samples"
 _SAMPLING = "there are temperature, top_k, top_p and min_p; logits_processors may change the logits in other ways"
 _SCHEMA = "use grammar=leapahead.Grammar.json_schema(...)"
 _GRAMMAR = "use grammar=, see leapahead.Grammar"
-OF_TEXT = {
+OTHERS_OF_TEXT = {
     "max_length": "use max_new_tokens, which does not count the prompt",
     "n_predict": "use max_new_tokens",
     "num_return_sequences": "use n",
@@ -44,7 +44,7 @@ _QUANTIZED = "give a model that Transformers loaded so, a GGUF file, or engine='
 _PARALLEL = "device='balanced' divides the layers among GPUs"
 _DRAFT = "use draft=, the name of a smaller model"
 _NODES = "drafters choose how much to draft; those that can draft a fixed number have nodes"
-OF_LLM = {
+OTHERS_OF_LLM = {
     **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length", "gpu_memory_utilization", "swap_space"), _CACHE),
     **dict.fromkeys(("quantization", "quantization_config", "load_in_4bit", "load_in_8bit"), _QUANTIZED),
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "device_map", "tp_plan"), _PARALLEL),
@@ -75,7 +75,9 @@ def check_names(options: Mapping[str, Any], of_llm: Iterable[str] = ()) -> None:
             continue
         if name in of_llm:
             raise BadParameter(f"there is no option {name!r} of a text; give it to LLM")
-        hint = f": {use}" if (use := OF_TEXT.get(name)) else f"{meant(name, known)}; there are {', '.join(known)}"
+        hint = (
+            f": {use}" if (use := OTHERS_OF_TEXT.get(name)) else f"{meant(name, known)}; there are {', '.join(known)}"
+        )
         raise BadParameter(f"there is no option {name!r}{hint}")
 
 
@@ -96,7 +98,7 @@ def check_spelling(options: Iterable[str], drafter: str | registry.DrafterClass,
             raise BadParameter(f"LLM has no option {name!r}; give it to generate or stream")
         if name in of_drafter:
             continue
-        if name not in others and (use := OF_LLM.get(name)):
+        if name not in others and (use := OTHERS_OF_LLM.get(name)):
             raise BadParameter(f"LLM has no option {name!r}: {use}")
         if (found := similar(name, [*of_drafter, *others], cutoff=0.75)) in others:
             raise BadParameter(f"LLM has no option {name!r} (did you mean {found!r}?)")
