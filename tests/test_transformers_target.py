@@ -148,6 +148,23 @@ def test_the_cost_of_a_replay() -> None:
 
 
 @pytest.mark.slow
+def test_a_state_in_the_modules_survives_others_that_run_the_model() -> None:
+    """Such as another LLM of the model, or the user, between two tokens of a text."""
+    target = build("recurrent_gemma")
+    model = target.model
+    expected = run(target, None, PROMPT[:9]).tokens
+    engine, others = Engine(target), TransformersTarget(model)
+    handle = engine.submit(Request(PROMPT[:9], engine.drafter("plain"), stop=StopParams(max_new_tokens=24)))
+    while not handle.done:
+        engine.step()
+        if len(handle.tokens) == 3:
+            run(others, None, PROMPT[5:])
+        if len(handle.tokens) == 6:
+            model.generate(torch.tensor([PROMPT]), max_new_tokens=2)
+    assert handle.tokens == expected
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "bloom", "mamba", "recurrent_gemma", "deepseek_v32"])
 def test_a_fork_has_the_same_tokens_and_goes_its_own_way(name: str) -> None:
     target = build(name)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from leapahead.core.tree import TokenTree
@@ -56,8 +58,8 @@ class NativeExecutor:
 
     Args:
         config: of the language part.
-        shared: the state is kept in the model's modules, so that a session which follows another one in time reads its
-            tokens again.
+        shared: the state is kept in the model's modules, so that a session which follows another one in time, or
+            somebody else's forward of the model, reads its tokens again.
     """
 
     capabilities = frozenset({LOGITS})
@@ -68,6 +70,7 @@ class NativeExecutor:
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.shared = shared
         self.owner: NativeState | None = None
+        self._left: list[Tensor] = []  # in the modules, by the last forward of the owner
         self.few_logits = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
         self.cache_name = cache_name(model)
 
@@ -114,11 +117,16 @@ class NativeExecutor:
         return len(trees) + sum(state.length for state in lost)
 
     def forget(self) -> None:
-        self.owner = None
+        self.owner, self._left = None, []
 
     def _lost(self, state: NativeState) -> bool:
         """Whether the memory must be computed again."""
-        return state.broken or (self.shared and self.owner is not state)
+        return state.broken or (self.shared and not (self.owner is state and self._is_as_left()))
+
+    def _is_as_left(self) -> bool:
+        """Whether nobody else has run the model since the last forward."""
+        found = _kept_in_modules(self.model)
+        return len(found) == len(self._left) and all(map(is_, found, self._left))
 
     def _read_again(self, state: NativeState) -> None:
         """Makes the memory of a session again from its tokens."""
@@ -146,7 +154,14 @@ class NativeExecutor:
         state.broken = True
         output = self.model(**given, **{self.cache_name: state.memory}, use_cache=True, **options)
         state.broken = False
+        if self.shared:
+            self._left = _kept_in_modules(self.model)
         if not isinstance(state.memory, DynamicCache):
             state.memory = returned_cache(output, self.cache_name)
         hidden = side_by_side(output.hidden_states, layers) if layers else None
         return Outputs(output.logits[0, -1:], None if hidden is None else hidden[0, -1:])
+
+
+def _kept_in_modules(model: Any) -> list[Tensor]:
+    """The tensors of a model's modules that are neither parameters nor buffers. A forward replaces those of a state."""
+    return [each for part in model.modules() for each in vars(part).values() if isinstance(each, Tensor)]
