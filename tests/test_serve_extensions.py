@@ -135,6 +135,16 @@ def test_log_probabilities_of_prompts(client: openai.OpenAI) -> None:
     assert complete(client).choices[0].prompt_logprobs is None
 
 
+def test_log_probabilities_of_prompts_where_nothing_can_be_drafted() -> None:
+    """As where a step has room for the last token of each sequence only."""
+    body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+    found = []
+    for options in ({}, {"max_nodes": 1}):
+        with serving(LLM(SlowToy(**options), tokenizer=Letters())) as running:
+            found.append(running.post(COMPLETIONS, body).json()["choices"][0]["prompt_logprobs"])
+    assert found[0] == found[1]
+
+
 def test_log_probabilities_of_a_chat(running: Running, client: openai.OpenAI) -> None:
     found = answer(client, max_tokens=1, extra_body={"prompt_logprobs": -1, "top_logprobs": -1, "logprobs": True})
     assert running.llm.tokenizer is not None

@@ -69,6 +69,8 @@ class Drafter(ABC):
         same_text: whether the text under a seed is plain decoding's; false for rules that keep only the distribution.
         takes_prediction: whether it makes use of the user's prediction.
         copies_target: whether it drafts with a copy of the target's model, which must be one of Transformers then.
+        decides: whether it decides what is committed (`Proposal.judge`) in every step. It is asked where nothing can be
+            drafted, too, with a budget of no nodes.
         plans: whether it reads the latency profile, which is then measured before the first request. Known after
             `attach`.
         capture: what the target's forwards are to give beside the choices. Known after `attach`.
@@ -80,6 +82,7 @@ class Drafter(ABC):
     same_text: ClassVar[bool] = True
     takes_prediction: ClassVar[bool] = False
     copies_target: ClassVar[bool] = False
+    decides: ClassVar[bool] = False
     plans: bool = False
     capture: Capture = NOTHING
     host: Host

@@ -366,10 +366,10 @@ def propose(
     leaves = target.max_leaves if TREE in info.capabilities or (info.replays and len(batch) == 1) else 1
     for running in batch:
         nodes, depth = most - reads.get(running, 0), running.stopper.room - 1
-        if nodes <= 0 or depth == 0:
+        if (nodes <= 0 or depth == 0) and not running.drafter.decides:
             found[running] = Proposal(TokenTree.root(running.view.root))
         else:
-            groups.setdefault(running.drafter, []).append((running, Budget(nodes, depth, leaves)))
+            groups.setdefault(running.drafter, []).append((running, Budget(max(nodes, 0), depth, leaves)))
     for drafter, members in groups.items():
         found.update(_propose(drafter, members))
         clock.share("draft", [running for running, _ in members])

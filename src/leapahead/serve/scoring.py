@@ -26,6 +26,7 @@ class Given(Drafter):
     needs: ClassVar[frozenset[str]] = frozenset({CHAIN, LOGITS})
     same_text: ClassVar[bool] = False
     takes_prediction: ClassVar[bool] = True
+    decides: ClassVar[bool] = True
 
     def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
         return [_proposal(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
