@@ -136,13 +136,13 @@ def test_log_probabilities_of_prompts(client: openai.OpenAI) -> None:
 
 
 def test_log_probabilities_of_prompts_where_nothing_can_be_drafted() -> None:
-    """As where a step has room for the last token of each sequence only."""
+    """As where a step has room for the last token of each sequence only, or the model takes no drafts (Mamba)."""
     body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
     found = []
-    for options in ({}, {"max_nodes": 1}):
-        with serving(LLM(SlowToy(**options), tokenizer=Letters())) as running:
+    for options in ({}, {"max_nodes": 1}, {"capabilities": frozenset({"logits"})}):
+        with serving(LLM(SlowToy(**options), tokenizer=Letters(), drafter="plain")) as running:
             found.append(running.post(COMPLETIONS, body).json()["choices"][0]["prompt_logprobs"])
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 def test_log_probabilities_of_a_chat(running: Running, client: openai.OpenAI) -> None:

@@ -1,6 +1,8 @@
 """Log-probabilities of a prompt: it is decoded as a text whose tokens are given.
 
 prompt  a b c d      the text begins after a; b, c and d are drafted, and committed whatever the target chooses
+
+A target that takes no drafts reads one token in a step.
 """
 
 from __future__ import annotations
@@ -23,18 +25,19 @@ class Given(Drafter):
     """Commits the prediction, token by token, after a prompt of one token. The tokens behind it are the target's."""
 
     name: ClassVar[str] = "given"
-    needs: ClassVar[frozenset[str]] = frozenset({CHAIN, LOGITS})
+    needs: ClassVar[frozenset[str]] = frozenset({LOGITS})
     same_text: ClassVar[bool] = False
     takes_prediction: ClassVar[bool] = True
     decides: ClassVar[bool] = True
 
     def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
-        return [_proposal(sequence, budget) for sequence, budget in zip(sequences, budgets, strict=True)]
+        most = CHUNK if CHAIN in self.host.info.capabilities else 0
+        return [_proposal(sequence, budget, most) for sequence, budget in zip(sequences, budgets, strict=True)]
 
 
-def _proposal(sequence: SequenceView, budget: Budget) -> Proposal:
+def _proposal(sequence: SequenceView, budget: Budget, most: int) -> Proposal:
     done = len(sequence.tokens) - 1
-    tokens = tuple(sequence.prediction[done : done + min(CHUNK, budget.nodes, budget.depth) + 1])
+    tokens = tuple(sequence.prediction[done : done + min(most, budget.nodes, budget.depth) + 1])
     if not tokens:
         return Proposal(TokenTree.root(sequence.root))
     return Proposal(TokenTree.chain(sequence.root, tokens[:-1]), judge=partial(_verdict, tokens))
