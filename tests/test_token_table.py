@@ -158,7 +158,7 @@ def test_what_is_not_possible_is_refused_by_name() -> None:
         token_table.build(toy(), k=0)
     with pytest.raises(BadParameter, match="token 99 is outside the vocabulary of 24"):
         token_table.build(toy(), context=(99,))
-    with pytest.raises(Refused, match="a token table needs top_k from the target"):
+    with pytest.raises(Refused, match=r"a token table needs top_k from the target, .*; decode without one"):
         token_table.build(toy(capabilities=frozenset({CHAIN, TREE})))
 
 

@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from leapahead.drafters.base import SequenceDrafter
 from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models.base import CHAIN, LOGITS, TOP_K, Cost
+from leapahead.models.decoder import Decoder
 from leapahead.models.loading import Loaded
 from leapahead.models.toy import Entries, ToySession, ToyTarget
 from leapahead.planner.draft import Forward, Proposal, SequenceView, Step
@@ -259,20 +261,23 @@ def test_the_command_prints_the_numbers_that_it_gives_as_json(
 
 
 @pytest.mark.parametrize(
-    ("model", "conditions", "replays", "command"),
+    ("model", "conditions", "info", "command"),
     [
-        ("a.gguf", {"backend": "llama.cpp"}, False, "leapahead tune a.gguf 'a.gguf(engine=openvino)'"),
-        ("a", {"backend": "transformers", "device": "cuda:0"}, False, None),
-        ("a.gguf", {"backend": "llama.cpp", "gpu": "a GPU"}, False, None),
-        ("a", {"backend": "transformers", "device": "cpu"}, True, None),
-        ("a", {"backend": "openvino"}, False, None),
-        ("bundled", {"backend": "transformers", "device": "cpu"}, False, None),
+        ("a.gguf", {"backend": "llama.cpp"}, {}, "leapahead tune a.gguf 'a.gguf(engine=openvino)'"),
+        ("a", {"backend": "transformers", "device": "cuda:0"}, {}, None),
+        ("a.gguf", {"backend": "llama.cpp", "gpu": "a GPU"}, {}, None),
+        ("a", {"backend": "transformers", "device": "cpu"}, {"replays": True}, None),
+        ("a", {"backend": "transformers", "device": "cpu"}, {"decoder": Decoder((0,))}, None),
+        ("a", {"backend": "transformers", "device": "cpu"}, {"capabilities": frozenset({"logits"})}, None),
+        ("a", {"backend": "openvino"}, {}, None),
+        ("bundled", {"backend": "transformers", "device": "cpu"}, {}, None),
     ],
 )
 def test_a_model_on_a_cpu_is_to_be_compared_with_itself_under_openvino(
-    model: str, conditions: Data, replays: bool, command: str | None
+    model: str, conditions: Data, info: dict[str, Any], command: str | None
 ) -> None:
-    assert comparison(model, {"gpu": None, **conditions}, replays) == command
+    found = comparison(model, {"gpu": None, **conditions}, replace(ToyTarget().info, **info))
+    assert found == command
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def build(
         BadParameter: k or the context is not possible.
     """
     info = target.info
-    require(info, frozenset({CHAIN, TOP_K}), "a token table")
+    require(info, frozenset({CHAIN, TOP_K}), "a token table", "decode without one")
     if not 1 <= k <= MOST_K:
         raise BadParameter(f"k={k} is not possible: a token table keeps 1 to {MOST_K} tokens after each one")
     k = min(k, info.vocab_size)

@@ -23,6 +23,7 @@ from leapahead.cli.typed import Finite, HomePath
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.core.storage import replaceable
 from leapahead.drafters.token_table import MOST_K, TokenTable, stored
+from leapahead.models.base import CHAIN, TargetInfo
 from leapahead.models.loading import BUNDLED, Loaded
 
 KINDS = (".png", ".svg")
@@ -122,7 +123,7 @@ def tune(
         found["drafters"] = tuning.served(target)
         found["lookahead"] = tuning.lookahead(profiles.profile(1), largest) if batch == 1 and largest > 1 else []
         found["table"] = _table_data(stored(target), seconds_of_table)
-        found["compare"] = comparison(model, found["conditions"], target.info.replays)
+        found["compare"] = comparison(model, found["conditions"], target.info)
         found["auto"] = None
         if prompts:
             found["auto"] = tuning.practise(
@@ -249,12 +250,13 @@ def _show(found: Data) -> None:
         click.echo(f"OpenVINO may be faster here, if it can read this model. To compare them:\n  {found['compare']}")
 
 
-def comparison(model: str | None, conditions: Data, replays: bool) -> str | None:
-    """The command that compares a model with itself under OpenVINO, which has no models with recurrent layers."""
+def comparison(model: str | None, conditions: Data, info: TargetInfo) -> str | None:
+    """The command that compares a model with itself under OpenVINO, which reads decoders with plain attention only."""
     with_options = {"transformers": "engine=openvino, weights=bf16", "llama.cpp": "engine=openvino"}
     options = with_options.get(conditions["backend"])
     on_cpu = conditions["gpu"] is None and conditions.get("device", "cpu") == "cpu"
-    if model in (None, BUNDLED) or options is None or replays or not on_cpu:
+    is_plain = info.decoder is None and not info.replays and CHAIN in info.capabilities
+    if model in (None, BUNDLED) or options is None or not (is_plain and on_cpu):
         return None
     return f"leapahead tune {shlex.quote(str(model))} {shlex.quote(f'{model}({options})')}"
 
