@@ -812,6 +812,12 @@ def test_why_a_model_with_recurrent_layers_takes_no_drafts() -> None:
         require(build("mamba").info, frozenset({CHAIN}), "the drafter")
 
 
+def test_why_a_model_that_compresses_what_it_attends_to_takes_no_drafts() -> None:
+    """It keeps a state of its own, which is not the reason."""
+    with pytest.raises(Refused, match=r"\(layers of the kind compressed_sparse_attention, .* select or compress"):
+        require(build("deepseek_v4").info, frozenset({CHAIN}), "the drafter")
+
+
 @pytest.mark.parametrize("kind", ["mps", "xpu", "cpu"])
 def test_the_fingerprint_of_any_device(model: Any, kind: str) -> None:
     assert f" {kind}" in families.fingerprint(model, torch.device(kind))

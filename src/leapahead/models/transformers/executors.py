@@ -264,9 +264,11 @@ def no_drafts(model: Any, executor: Executor, refusals: dict[str, str]) -> str:
         refusals: see `tested`.
     """
     tests = [reason for kind, reason in refusals.items() if kind.startswith("chains")]
-    if CHAIN in executor.capabilities or (families.is_recurrent(model) and not tests):
+    if CHAIN in executor.capabilities:
         return ""
-    return refusals.get("drafts", f"drafts fail the test of the model: {[*tests, 'they are not tested'][0]}")
+    if "drafts" in refusals or (families.is_recurrent(model) and not tests):
+        return refusals.get("drafts", "")
+    return f"drafts fail the test of the model: {[*tests, 'they are not tested'][0]}"
 
 
 def manner(executor: Executor) -> str:
