@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from itertools import count
+from time import process_time
 from typing import Any
 
 import pytest
@@ -238,6 +239,25 @@ def test_a_forced_call_that_is_cut_is_no_content(format: Any, text: str) -> None
         assert (message.content or "", calls(message)) == (found.content or "", calls(found)) == ("", calls(found))
     assert [name for name, _ in calls(message)] == ["f"]
     assert whole(text, format).content
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        (LLAMA, '{"result": [%s0]}'),  # JSON that is no call: all of it is content, which is known at its end
+        (LLAMA, '{"result": "%s"}'),
+        (HERMES, '<tool_call>{"arguments": {"a": [%s0]}, "name": "f"}</tool_call>'),
+    ],
+)
+def test_a_piece_takes_as_long_in_a_long_text_as_in_a_short_one(format: Any, text: str) -> None:
+    """The parser runs in the server's event loop, for every token."""
+    text, parser, found = text % ("[1, 2, 34]," * 4000), ChatParser(format, new_id=numbered()), Message()
+    began = process_time()
+    for at in range(0, len(text), 4):
+        found.add(parser.add(text[at : at + 4]))
+    found.add(parser.finish())
+    assert found.content == text or calls(found)
+    assert process_time() - began < 4.0  # about 0.3; more than 20 where every piece is read from the start
 
 
 def test_arguments_stream_and_half_a_marker_is_never_content() -> None:

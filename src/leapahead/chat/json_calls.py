@@ -15,36 +15,60 @@ from leapahead.chat.formats import ToolFormat
 from leapahead.chat.tool_parser import MoreText, NotACall, ToolParser
 from leapahead.chat.tools import Tool
 
-STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-PARTS = re.compile(r'"(?:[^"\\]|\\.)*"|"|[{}\[\]]', re.DOTALL)  # of JSON, as far as its nesting is concerned
+CHARACTERS = re.compile(r'(?>[^"\\]+|\\.)*+', re.DOTALL)  # of a JSON string
+MARK = re.compile(r'["{}\[\]]')  # of JSON, as far as its nesting is concerned
+SPACE = re.compile(r"\s*")
 SCALAR = re.compile(r"[-+.\w]+")
 ARGUMENTS = ("arguments", "parameters")  # models mix the two
 NAME = re.compile(r"[\w.:/-]+")
 BEFORE_ARGUMENTS = "[ARGS]"  # of later Mistral models, between name and arguments
 
 
-def value_end(text: str, start: int) -> int:
-    """The index after a JSON value. Its brackets are matched, nothing else is checked.
+class ValueEnd:
+    """Finds the end of a JSON value in a text that grows. What was looked through is not looked through again.
 
-    Raises:
-        MoreText: the value is not complete.
-        NotACall: there is none.
+    A value may be as long as the text, which comes in as many pieces as it has tokens.
     """
-    if start >= len(text):
-        raise MoreText
-    if text[start] == '"':
-        if found := STRING.match(text, start):
-            return found.end()
-        raise MoreText
-    if text[start] in "{[":
-        depth = 0
-        for part in PARTS.finditer(text, start):
-            depth += (part[0] in "{[") - (part[0] in "}]")
-            if part[0] == '"':
-                break
-            if depth == 0:
-                return part.end()
-        raise MoreText
+
+    def __init__(self) -> None:
+        self._start = -1  # of the value
+        self._at, self._depth, self._in_string = 0, 0, False  # where the search goes on, and what is open there
+
+    def find(self, text: str, start: int) -> int:
+        """The index after the value. Its brackets are matched, nothing else is checked.
+
+        Args:
+            text: begins with what was given before, if that was not complete.
+            start: of the value.
+
+        Raises:
+            MoreText: the value is not complete.
+            NotACall: there is none.
+        """
+        if start >= len(text):
+            raise MoreText
+        if text[start] not in '"{[':
+            return _scalar_end(text, start)
+        if start != self._start:
+            self._start, self._at, self._depth, self._in_string = start, start, 0, False
+        while True:
+            if self._in_string:
+                self._at = CHARACTERS.match(text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
+                if text[self._at : self._at + 1] != '"':
+                    raise MoreText
+                self._at, self._in_string = self._at + 1, False
+            elif found := MARK.search(text, self._at):
+                self._at, self._in_string = found.end(), found[0] == '"'
+                self._depth += (found[0] in "{[") - (found[0] in "}]")
+            else:
+                self._at = len(text)
+                raise MoreText
+            if self._depth == 0 and not self._in_string:
+                self._start = -1
+                return self._at
+
+
+def _scalar_end(text: str, start: int) -> int:
     found = SCALAR.match(text, start)
     if found is None:
         raise NotACall
@@ -78,6 +102,7 @@ class JsonCalls(ToolParser):
         super().__init__(format, new_id, functions, forced)
         self._name: str | None = None
         self._arguments: str | None = None  # of a call whose name comes after them
+        self._value_end = ValueEnd()
         if format.leads:
             self._do = self._beginning
 
@@ -184,14 +209,14 @@ class JsonCalls(ToolParser):
         """A key and its value; the arguments are given on as they come, once the name is known."""
         if self._text[0] != '"':
             raise NotACall
-        end = value_end(self._text, 0)
+        end = ValueEnd().find(self._text, 0)
         key = json.loads(self._text[:end], strict=False)
-        colon = len(self._text) - len(self._text[end:].lstrip())
+        colon = SPACE.match(self._text, end).end()  # type: ignore[union-attr]  # it matches nothing, too
         if colon >= len(self._text):
             raise MoreText
         if self._text[colon] != ":":
             raise NotACall
-        start = len(self._text) - len(self._text[colon + 1 :].lstrip())
+        start = SPACE.match(self._text, colon + 1).end()  # type: ignore[union-attr]
         if start >= len(self._text):
             raise MoreText
         if key in ARGUMENTS and self._name is not None and not self._given and self._text[start] == "{":
@@ -199,7 +224,7 @@ class JsonCalls(ToolParser):
             self._announce(self._name)
             self._do = self._streamed
             return
-        end = value_end(self._text, start)
+        end = self._value_end.find(self._text, start)
         value = self._text[start:end]
         if key == "name" and self._name is None:
             name = _read(value)
