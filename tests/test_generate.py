@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from time import process_time
 from types import SimpleNamespace
 from typing import Any, ClassVar, get_overloads, get_type_hints
 
@@ -265,6 +266,18 @@ def test_text_that_may_begin_a_stop_is_held_back() -> None:
         shown.append("".join(text for text, _ in stream.take()))
     assert shown == ["a", "", "bc ", ""]
     assert stream.finish(None) == (("b", False),)
+
+
+def test_a_long_text_that_is_read_at_its_end_takes_time_in_its_length() -> None:
+    class Lines(SyllableTokenizer):
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+            return "x" * 200 * len(token_ids)
+
+    stream, began = TextStream(Lines()), process_time()
+    for _ in range(20_000):
+        stream.add(1, False)
+    assert stream.finish(None) == (("x" * 4_000_000, False),)
+    assert process_time() - began < 2.0  # about 0.1; more than 10 where the text is copied for every token
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -7,6 +7,7 @@ tokens   ... | 14  203 | 91 ...       the window is decoded with and without the
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, Protocol
@@ -158,7 +159,7 @@ class TextStream:
         self._detokenizer = Detokenizer(tokenizer, before=before) if tokenizer is not None else None
         self._stops = tuple(stop_strings)
         self._include_stop = include_stop
-        self._held: list[tuple[str, bool]] = []  # (text, drafted)
+        self._held: deque[tuple[str, bool]] = deque()  # (text, drafted)
 
     def add(self, token: int, drafted: bool) -> None:
         """Takes the next token and whether it had been drafted."""
@@ -168,7 +169,7 @@ class TextStream:
     def take(self) -> tuple[tuple[str, bool], ...]:
         """The new (text, drafted) spans that are final, in order. Neighbouring spans differ in `drafted`."""
         if len(self._held) <= 1 and not self._stops:  # as in most steps
-            given, self._held = tuple(self._held), []
+            given, self._held = tuple(self._held), deque()
             return given
         text = "".join(text for text, _ in self._held)
         return self._give(len(text) - self._held_back(text))
@@ -196,14 +197,13 @@ class TextStream:
         return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
 
     def _give(self, length: int) -> tuple[tuple[str, bool], ...]:
-        given: list[tuple[str, bool]] = []
+        given: list[tuple[list[str], bool]] = []  # a text that nobody has read piece by piece may have very many
         while self._held and length > 0:
-            text, drafted = self._held.pop(0)
+            text, drafted = self._held.popleft()
             if len(text) > length:
-                self._held.insert(0, (text[length:], drafted))
-            if given and given[-1][1] == drafted:
-                given[-1] = (given[-1][0] + text[:length], drafted)
-            else:
-                given.append((text[:length], drafted))
+                self._held.appendleft((text[length:], drafted))
+            if not given or given[-1][1] != drafted:
+                given.append(([], drafted))
+            given[-1][0].append(text[:length])
             length -= len(text)
-        return tuple(given)
+        return tuple(("".join(texts), drafted) for texts, drafted in given)
