@@ -67,23 +67,36 @@ class Penalties:
             paths: what each row has behind that prefix.
             later: tokens that were counted and are not in the prefix: its successors.
         """
-        xp = array_namespace(scores)
-        longest = max(map(len, paths))
-        tokens = self._tokens
-        if longest:  # -1 is no token
-            behind = self._to_array(np.array([[*path, *[-1] * (longest - len(path))] for path in paths]))
-            tokens = xp.concat((tokens, self._to_array(np.array([token for path in paths for token in path]))))
-        counts = self._counts[tokens][None, :]
-        if longest:
-            counts = counts + xp.sum(xp.astype(behind[:, :, None] == tokens, xp.int64), axis=1)
+        by_count = self._by_count(self._length + max(map(len, paths)))
+        drafted = {token: at for at, token in enumerate(sorted({token for path in paths for token in path}))}
+        if not drafted:
+            self._penalise(scores, self._tokens, self._counted(self._tokens, later)[None, :], by_count)
+            return
+        times = np.zeros((len(paths), len(drafted)), dtype=np.int64)  # in each path
+        for row, path in enumerate(paths):
+            for token in path:
+                times[row, drafted[token]] += 1
+        some = self._to_array(np.array(list(drafted)))
+        before = scores[:, some]  # a copy: these few differ between rows, all others do not
+        self._penalise(scores, self._tokens, self._counted(self._tokens, later)[None, :], by_count)
+        scores[:, some] = before
+        self._penalise(scores, some, self._counted(some, later)[None, :] + self._to_array(times), by_count)
+
+    def _counted(self, tokens: Array, later: Sequence[int]) -> Array:
+        """int64 [tokens], how often each of them is in the output, but for what came later."""
+        counts = self._counts[tokens]
         if later:
             gone = self._to_array(np.array(later))[:, None] == tokens
-            counts = counts - xp.sum(xp.astype(gone, xp.int64), axis=0)
+            counts = counts - array_namespace(counts).sum(array_namespace(counts).astype(gone, counts.dtype), axis=0)
+        return counts
+
+    def _penalise(self, scores: Array, tokens: Array, counts: Array, by_count: Array) -> None:
+        """Changes the scores of some tokens, each once, which are so often in the output: [rows or 1, tokens]."""
+        xp = array_namespace(scores)
         seen = self._in_prompt[tokens] | (counts > 0)
         part = scores[:, tokens]
         repeated = xp.where(part > 0, part / self._repetition, part * self._repetition)
-        part = xp.where(seen, repeated, part)
-        scores[:, tokens] = part - xp.astype(self._by_count(self._length + longest)[counts], part.dtype)
+        scores[:, tokens] = xp.where(seen, repeated, part) - xp.astype(by_count[counts], part.dtype)
 
     def _by_count(self, most: int) -> Array:
         """float32 [counts], what is subtracted from the score of a token that is so often in the output."""
