@@ -323,7 +323,25 @@ def test_a_bad_word_is_banned_as_it_is_written_and_after_a_space(
 ) -> None:
     monkeypatch.setattr(SyllableTokenizer, "SYLLABLES", [*SyllableTokenizer.SYLLABLES, "\n"])
     encode = SyllableTokenizer().encode
-    assert toy.inputs.sampling({"bad_words": [word]}, seed=0).bad_words == tuple(tuple(encode(b)) for b in banned)
+    assert toy.inputs.sampling({"bad_words": [word]}).bad_words == tuple(tuple(encode(b)) for b in banned)
+
+
+def test_what_all_texts_of_a_call_share_is_made_once() -> None:
+    class Counting(SyllableTokenizer):
+        encoded = 0
+
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            self.encoded += 1
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    tokenizer = Counting()
+    llm = LLM(ToyTarget(), tokenizer=tokenizer, drafter="plain", drafter_cache=False)
+    options: Any = {"bad_words": ["ab", "c"], "logit_bias": {3: 1.0}, "n": 5, "temperature": 1.0, "seed": [1, 2]}
+    requests = llm.requests([[1], [2]], options)
+    params = [each for _, some in requests for each in some]
+    assert tokenizer.encoded == 4
+    assert len({id(each.bad_words) for each in params}) == len({id(each.processors) for each in params}) == 1
+    assert [each.seed for each in params] == [1, 2, 3, 4, 5, 2, 3, 4, 5, 6]
 
 
 def test_bad_words_and_processors(toy: LLM) -> None:

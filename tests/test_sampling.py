@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
+from leapahead.core.bias import LogitBias
 from leapahead.core.errors import BadLogits, BadParameter
 from leapahead.core.filters import floors
 from leapahead.core.noise import GumbelNoise
@@ -915,3 +917,61 @@ def test_the_extreme_values_that_are_allowed_work(possible: dict[str, Any]) -> N
     params = SamplingParams(**{"temperature": 1.0, **possible})
     text = full_text(target, params=params)
     assert run(target, Oracle(text), params=params).stats.acceptance_length > 4
+
+
+# --------------------------------------------------------------------------------------------------- large sizes
+
+
+class Watched(list[int]):
+    """Tokens of a text, and how many of them were read."""
+
+    read = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.read += len(found) if isinstance(found, list) else 1
+        return found
+
+
+def test_thousands_of_bad_words_do_not_each_read_the_text() -> None:
+    words = tuple((first, (7 * first) % 50, last) for first in range(50) for last in range(50))
+    tokens, logits = Watched([3, 5, 4, 28]), np.zeros((4, 50), dtype=np.float32)
+    sampler = Sampler(SamplingParams(bad_words=(*words, (0,), (9,))), tokens, 50)
+    tree = TokenTree.chain(28, [1, 7, 2])
+    scores = sampler.scores(logits, tree, np.arange(4))
+    banned = [set(np.flatnonzero(np.isinf(row)).tolist()) for row in scores]
+    assert banned == [set(range(50)), {0, 9}, set(range(50)), {0, 9}]  # after 4 28 and after 1 7
+    assert tokens.read < 1000
+
+
+def test_a_long_text_is_not_copied_for_processors() -> None:
+    tokens, lengths = Watched([1] * 10_000), list[int]()
+
+    def reading(prefixes: Any, logits: Any) -> Any:
+        lengths.append(prefixes.shape[1])
+        assert (prefixes == 1).all()
+        return logits
+
+    for processor, once, then in ((PrefixFree(LogitBias({3: 1.0})), 0, 0), (reading, 10_000, 1)):
+        sampler, tokens.read = Sampler(SamplingParams(processors=(processor,)), tokens, 6), 0
+        for read in (once, once + then):
+            sampler.choose(np.zeros((1, 6), dtype=np.float32), TokenTree.root(1), np.array([0]))
+            assert tokens.read <= read + 10
+            tokens.append(1)
+            sampler.committed()
+    assert lengths == [10_002, 10_003]
+
+
+def test_penalties_of_a_draft_take_memory_for_its_tokens_not_for_those_of_the_text_too() -> None:
+    size, depth = 8000, 40
+    sampler = Sampler(SamplingParams(repetition_penalty=1.5), list(range(size - 1)), size)
+    logits = np.ones((depth + 1, size), dtype=np.float32)
+    tracemalloc.start()
+    try:
+        scores = sampler.scores(logits, TokenTree.chain(size - 2, [size - 1] * depth), np.arange(depth + 1))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert scores[0].argmax() == size - 1
+    assert len(np.unique(scores[1:])) == 1
+    assert most < 20 * logits.nbytes  # 1.3 MB

@@ -293,9 +293,10 @@ class LLM:
         all_seeds = seeds(options.get("seed"), len(prompts), samples, options.get("temperature", 0.0) != 0)
         stop = self.inputs.stop(options)
         grammars = self.inputs.grammar(options, len(prompts))
+        params = self.inputs.sampling(options)
         found = []
         for prompt, own_seeds, prediction, form in zip(prompts, all_seeds, predictions, grammars, strict=True):
-            sampling = [self.inputs.sampling(options, seed, form) for seed in own_seeds]
+            sampling = [params.of(seed, form) for seed in own_seeds]
             request = Request(
                 encode(prompt, self.tokenizer, self.target.info),
                 drafter,

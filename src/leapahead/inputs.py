@@ -167,14 +167,12 @@ class Inputs:
         _check_ignore_eos(options, each)
         return [None if one is None else self.grammars.compile(one) for one in each]
 
-    def sampling(self, options: Options, seed: int, grammar: CompiledGrammar | None = None) -> SamplingParams:
-        """How the target chooses."""
+    def sampling(self, options: Options) -> SamplingParams:
+        """How the target chooses, seed and grammar apart, which are those of a text."""
         return SamplingParams(
             bad_words=tuple(ids for word in _bad_words(options) for ids in self._bad_word(word)),
             eos_token_ids=(*self._eos(options), *self._stop_token_ids(options)),
             processors=(*self._bias(options), *_functions("logits_processors", options)),
-            grammar=grammar,
-            seed=seed,
             **_numbers(options),
         )
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from leapahead.core.errors import BadParameter
 
 Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
@@ -50,9 +53,32 @@ def _name(kind: type) -> str:
 
 @dataclass(frozen=True)
 class PrefixFree:
-    """Marks a processor that does not read its prefixes, so that one call serves nodes of every depth."""
+    """Marks a processor that does not read its prefixes, so that one call serves nodes of every depth.
+
+    It is given prefixes of no tokens, since those of a long text would take time.
+    """
 
     processor: LogitsProcessor
 
     def __call__(self, prefixes: Array, logits: Array, /) -> Array:
         return self.processor(prefixes, logits)
+
+
+class Prefix:
+    """The tokens of a text as an array, which is kept: making one of a long list takes milliseconds.
+
+    Args:
+        tokens: of the text, live.
+    """
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens, self._array, self._length = tokens, np.zeros(0, dtype=np.int64), 0
+
+    def first(self, length: int) -> npt.NDArray[np.int64]:
+        """int64 [length], the first so many of them, which do not change any more. Not to be written."""
+        if length > len(self._array):
+            self._array = np.concatenate((self._array, np.zeros(length, dtype=np.int64)))
+        if length > self._length:
+            self._array[self._length : length] = self._tokens[self._length : length]
+            self._length = length
+        return self._array[:length]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +26,14 @@ import numpy as np
 import numpy.typing as npt
 from array_api_compat import array_namespace, device, is_torch_array
 
+from leapahead.core.bad_words import BadWords
 from leapahead.core.errors import BadLogits, BadParameter
 from leapahead.core.filters import floors
 from leapahead.core.grammar import CompiledGrammar, GrammarState
 from leapahead.core.noise import DeviceNoise, GumbelNoise
 from leapahead.core.parameters import LARGEST, finite, is_whole, number, token_ids, whole
 from leapahead.core.penalties import Penalties
-from leapahead.core.processors import LogitsProcessor, PrefixFree, processed
+from leapahead.core.processors import LogitsProcessor, Prefix, PrefixFree, processed
 from leapahead.core.tree import IntArray, TokenTree
 
 Array = Any  # a numpy array or a torch tensor: whatever the target's logits are
@@ -118,6 +120,12 @@ class SamplingParams:
         check("top_p", "above 0 and at most 1", lambda value: 0 < value <= 1)
         check("min_p", "between 0 and 1", lambda value: 0 <= value <= 1)
 
+    def of(self, seed: int, grammar: CompiledGrammar | None) -> SamplingParams:
+        """The parameters of another text. What is long, such as the bad words, is shared, and not checked again."""
+        found, own = copy(self), SamplingParams(seed=seed, grammar=grammar)
+        found.__dict__.update(seed=own.seed, grammar=own.grammar)
+        return found
+
 
 class Sampler:
     """Chooses tokens for one session: its parameters, its noise, and the token counts that its penalties need.
@@ -173,6 +181,8 @@ class Sampler:
             self._penalties = Penalties(
                 p.repetition_penalty, p.presence_penalty, p.frequency_penalty, tokens, vocab_size, to_array
             )
+        self._bad_words = BadWords(p.bad_words, to_array)
+        self._prefix = Prefix(tokens)
         # Without these, a row of scores does not depend on its prefix, and all rows are processed together.
         self._forced = dict(p.forced)
         changes = p.bad_words or p.forced or p.min_new_tokens or p.processors or p.grammar
@@ -279,6 +289,8 @@ class Sampler:
         scores = _floats(self._from_target(logits), copy=not self._plain_rows)
         if not self._plain_rows:
             paths = [tree.path_tokens(node) for node in nodes.tolist()]
+            if len(self._bad_words.always):
+                scores[:, self._bad_words.always] = -math.inf
             banned = [(row, token) for row, path in enumerate(paths) for token in self._banned(path, length)]
             if banned:
                 at = self._to_array(np.array(banned).T.copy())
@@ -301,25 +313,22 @@ class Sampler:
         return scores if self.params.temperature in (0, 1) else scores / self.params.temperature
 
     def _banned(self, path: list[int], committed: int) -> list[int]:
-        """The tokens that may not follow a node."""
+        """The tokens that may not follow a node, beside those that never may."""
         p, length = self.params, committed + len(path)
         found = list(p.eos_token_ids) if length - self.prompt_length < p.min_new_tokens else []
-        for word in p.bad_words:
-            need = len(word) - 1
-            if need == 0 or (self.tokens[max(committed - need, 0) : committed] + path)[-need:] == list(word[:-1]):
-                found.append(word[-1])
-        return found
+        return [*found, *self._bad_words.completing(self.tokens, committed, path)]
 
     def _call_processors(self, scores: Array, tree: TokenTree, nodes: IntArray, length: int) -> Array:
         """Calls each processor for every node with its own prefix: one call per depth, or one in all if prefix-free."""
         xp = array_namespace(scores)
         depths = tree.depths[nodes]
-        committed = np.array(self.tokens[:length], dtype=np.int64)
         groups = [np.flatnonzero(depths == depth) for depth in np.unique(depths)] if self.params.processors else []
         for processor in self.params.processors:
-            for rows in [np.arange(len(nodes))] if isinstance(processor, PrefixFree) else groups:
-                paths = [] if isinstance(processor, PrefixFree) else [tree.path_tokens(int(nodes[r])) for r in rows]
-                prefixes = np.stack([np.concatenate([committed, np.array(p, dtype=np.int64)]) for p in paths or [[]]])
+            is_free = isinstance(processor, PrefixFree)
+            for rows in [np.arange(len(nodes))] if is_free else groups:
+                paths = [[]] if is_free else [tree.path_tokens(int(nodes[row])) for row in rows]
+                committed = self._prefix.first(0 if is_free else length)  # a long text is not copied for nothing
+                prefixes = np.stack([np.concatenate([committed, np.array(path, dtype=np.int64)]) for path in paths])
                 if len(rows) == len(nodes):
                     scores = processed(processor, self._to_array(prefixes), scores)
                 else:
