@@ -7,6 +7,7 @@ import json
 import random
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -370,3 +371,30 @@ def test_a_client_that_reads_slowly_gets_its_whole_text() -> None:
             if time.monotonic() - began < 2:
                 time.sleep(0.1)
         assert b"data: [DONE]" in found
+
+
+class SlowToShow(Letters):
+    """A tokenizer that takes long for the text of a single token, as for that of hundreds of thousands."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+        if len(token_ids) == 1 and not skip_special_tokens:
+            time.sleep(0.01)
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize(
+    "given", [{"prompt_logprobs": 20}, {"logprobs": 20, "echo": True, "stream": True}], ids=["whole", "stream"]
+)
+def test_others_are_answered_while_log_probabilities_are_put_into_words(given: dict[str, Any]) -> None:
+    llm = LLM(SlowToy(), tokenizer=SlowToShow(), drafter="plain")
+    with serving(llm) as running, ThreadPoolExecutor() as pool:
+        body = {"prompt": "the quick brown fox jumps over the lazy dog", "max_tokens": 40, **given}
+        running.get("/health")
+        answer = pool.submit(running.post, "/v1/completions", body)
+        waits = []
+        while not answer.done():
+            began = time.perf_counter()
+            assert running.get("/health").status_code == 200
+            waits.append(time.perf_counter() - began)
+        assert answer.result().status_code == 200
+        assert max(waits) < 0.6  # the texts of all tokens take a second

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -26,6 +26,7 @@ from leapahead.serve.streaming import DONE, EventStream, TextEvent, error_event,
 from leapahead.serve.usage import speculation, usage
 from leapahead.serve.worker import Batch, Job, Worker
 
+T = TypeVar("T")
 Taken = tuple[Batch, int, Piece | None]
 Members = dict[str, Any]  # of an answer
 
@@ -125,7 +126,8 @@ class Service:
                 self._log(log, batch, job)
                 if self.settings.log_prompts:
                     log["texts"] = [result.text for result in results]
-                return _json(answer.whole({**members, **self._totals(batch, job, body)}, results))
+                members |= self._totals(batch, job, body)
+                return await _aside(job, lambda: _json(answer.whole(members, results)))
             pieces = self.worker.pieces(job)
             resources.push_async_callback(pieces.aclose)
             first = await unless_gone(request, anext(pieces))  # what is refused is refused before the stream begins
@@ -155,8 +157,8 @@ class Service:
             return {**members, "usage": usage(batch, samples)} if continuous else members
 
         additions: dict[int, TextEvent] = {}  # of the texts whose chunks have always the same members
-        for each in answer.opening(current()):
-            yield answer.write(each)
+        for each in await _aside(job, lambda: list(map(answer.write, answer.opening(current())))):
+            yield each
         async for _, index, piece in pieces:
             if piece is None or not (piece.text or piece.logprobs or piece.finish_reason or body.return_token_ids):
                 continue
@@ -199,6 +201,13 @@ class Service:
             drafted=stats.drafted,
             accepted=stats.accepted,
         )
+
+
+async def _aside(job: Job, make: Callable[[], T]) -> T:
+    """What a function makes; in a thread where it has log-probabilities, of which there may be very many."""
+    if job.scored is None and job.options.get("logprobs") is None:
+        return make()
+    return await asyncio.to_thread(make)
 
 
 def _json(model: BaseModel) -> Response:
