@@ -294,6 +294,25 @@ def test_masks_of_branches(grammars: Grammars, tokenizer: Any) -> None:
     assert state(grammars, Grammar.lark(BRANCHES)).mask(0, second)[ends].tolist() == [False, True]
 
 
+def test_a_draft_over_a_long_text_does_not_have_it_read_again(
+    grammars: Grammars, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    compiled = grammars.compile(Grammar.json_schema({"type": "array", "items": {**row, "additionalProperties": False}}))
+    text = tokenizer.encode('[{"name": "a"}, {"name": "b"}, {"name": "c"}, {"name": "d"}]', add_special_tokens=False)
+    made, matcher = list[object](), compiled.matcher
+    monkeypatch.setattr(compiled, "matcher", lambda: made.append(None) or matcher())
+    committed: list[int] = []
+    followed = compiled.follow(committed, 400)
+    for place, token in enumerate(text):
+        for path in ([], text[place : place + 2], [token], text[place : place + 1] * 2):  # drafts, right and wrong
+            mask = followed.mask(place, path)
+            assert (mask == compiled.follow([], 400).mask(0, [*committed, *path])).all()
+            made.pop()
+        committed.append(token)
+    assert len(made) == 1  # of the text itself
+
+
 def test_grammars_in_which_llguidance_does_not_go_back(grammars: Grammars, tokenizer: Any) -> None:
     """A matcher that was to go back in a lexeme with max_tokens or stop begins again."""
     a, b, minus = (tokenizer.encode(text, add_special_tokens=False) for text in "ab-")

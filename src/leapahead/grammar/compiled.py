@@ -244,11 +244,25 @@ class State:
         return bits
 
     def _refresh(self) -> None:
-        """Makes the matcher forget a mask of a text that it went back behind: by one of the text that it still has."""
-        if self._matcher.is_stopped() or self._matcher.compute_ff_bytes():  # a mask of this place would not be kept
-            self._renew()
-        else:
+        """Makes the matcher forget a mask of a text that it went back behind: by one of the text that it still has.
+
+        A mask is not kept where the grammar forces what comes next. So it is that of the last place where there is a
+        choice, and the few tokens behind it are read again: a new matcher would read the whole text, which may be long.
+        """
+        matcher, behind = self._matcher, list[int]()
+        while is_forced := matcher.is_stopped() or bool(matcher.compute_ff_bytes()):
+            if not self._read:
+                break
+            behind.append(self._read.pop())
+            matcher.rollback(1)
+            if matcher.is_error():  # it does not go back in lexemes with max_tokens or stop
+                break
+        if not is_forced:
             self._mask()
+            matcher.try_consume_tokens(behind[::-1])
+        self._read += behind[::-1]
+        if is_forced:
+            self._renew()
 
     def _renew(self) -> None:
         """Begins again with a new matcher, which reads the same tokens."""
