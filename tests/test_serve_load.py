@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from leapahead import LLM, AsyncLLM
+from leapahead.core.stats import Stats
 from leapahead.inputs import Options
 from leapahead.serve.errors import ApiError
 from leapahead.serve.settings import Limits, Settings
@@ -398,3 +399,17 @@ def test_others_are_answered_while_log_probabilities_are_put_into_words(given: d
             waits.append(time.perf_counter() - began)
         assert answer.result().status_code == 200
         assert max(waits) < 0.6  # the texts of all tokens take a second
+
+
+def test_usage_in_every_chunk_of_many_texts_is_no_sum_of_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed, add = list[Stats](), Stats.__add__
+    monkeypatch.setattr(Stats, "__add__", lambda one, other: summed.append(other) or add(one, other))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": PROMPTS, "max_tokens": 6, "stream": True, "stream_options": options, "ignore_eos": True}
+    with serving(toy_llm()) as running:
+        text = running.post("/v1/completions", body).text
+        assert running.idle()
+    usages = [json.loads(line[6:])["usage"] for line in text.splitlines() if line[:6] == "data: " and "usage" in line]
+    assert usages[-1]["completion_tokens"] == 30
+    assert len(usages) > 10
+    assert len(summed) < 5 * len(PROMPTS)  # of the log and the metrics

@@ -15,9 +15,10 @@ def usage(batch: Batch, samples: int) -> Usage:
         batch: all texts of the request.
         samples: texts of each prompt, which is counted once.
     """
-    stats = batch.stats
-    completion = sum(len(handle.tokens) for handle in batch.handles)
-    accepted = stats.accepted_by[PREDICTION]
+    completion = sum([len(handle.tokens) for handle in batch.handles])
+    # Of these alone: a stream may ask for them with every chunk, and a request may have a thousand texts.
+    accepted = sum([handle.stats.accepted_by.get(PREDICTION, 0) for handle in batch.handles])
+    drafted = sum([handle.stats.drafted_by.get(PREDICTION, 0) for handle in batch.handles])
     return Usage(
         prompt_tokens=batch.prompt_tokens,
         completion_tokens=completion,
@@ -25,7 +26,7 @@ def usage(batch: Batch, samples: int) -> Usage:
         prompt_tokens_details=PromptTokensDetails(cached_tokens=batch.reused_tokens(samples)),
         completion_tokens_details=CompletionTokensDetails(
             accepted_prediction_tokens=accepted,
-            rejected_prediction_tokens=max(0, stats.drafted_by[PREDICTION] - accepted),
+            rejected_prediction_tokens=max(0, drafted - accepted),
         ),
     )
 
