@@ -157,8 +157,8 @@ class Service:
             return {**members, "usage": usage(batch, samples)} if continuous else members
 
         additions: dict[int, TextEvent] = {}  # of the texts whose chunks have always the same members
-        for each in await _aside(job, lambda: list(map(answer.write, answer.opening(current())))):
-            yield each
+        for written in await _aside(job, lambda: list(map(answer.write, answer.opening(current())))):
+            yield written
         async for _, index, piece in pieces:
             if piece is None or not (piece.text or piece.logprobs or piece.finish_reason or body.return_token_ids):
                 continue
