@@ -47,6 +47,7 @@ LAYERS = [
     "__main__",
 ]
 CORE = {  # modules of core, and which others of core they may import
+    "bad_words": set[str](),
     "bias": set[str](),
     "errors": set[str](),
     "tree": {"errors"},
@@ -59,7 +60,17 @@ CORE = {  # modules of core, and which others of core they may import
     "penalties": set[str](),
     "parameters": {"errors"},
     "processors": {"errors"},
-    "sampling": {"errors", "filters", "grammar", "noise", "parameters", "penalties", "processors", "tree"},
+    "sampling": {
+        "bad_words",
+        "errors",
+        "filters",
+        "grammar",
+        "noise",
+        "parameters",
+        "penalties",
+        "processors",
+        "tree",
+    },
     "stats": set[str](),
     "storage": {"errors"},
     "stop": {"errors", "parameters", "tree", "verify"},
