@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -392,6 +393,57 @@ def test_an_export_in_the_cache_is_used_again(
     assert leapahead("cache", "models", "--clear").stdout.startswith("2 converted models removed")
     assert not folder.exists()
     assert leapahead("cache", "models").stdout == "There are no converted models.\n"
+
+
+@pytest.fixture
+def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Path]]:
+    """A file of weights, and a list that takes the folder of every conversion."""
+    monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path / "cache"))
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(3 << 20))
+    return weights, []
+
+
+def _kept(weights: Path, made: list[Path]) -> Path:
+    def make(folder: Path) -> None:
+        made.append(folder)
+        for name in ("openvino_model.xml", "openvino_model.bin"):
+            (folder / name).write_text("whole")
+
+    return store.kept(weights.parent, [weights], "f32", make)
+
+
+def test_weights_that_differ_behind_their_beginning_are_converted_anew(conversions: tuple[Path, list[Path]]) -> None:
+    """Files that were unpacked or built with a fixed time have the same one."""
+    weights, made = conversions
+    first = _kept(weights, made)
+    assert _kept(weights, made) == first
+    before = weights.stat()
+    weights.write_bytes(bytes(2 << 20) + b"1" * (1 << 20))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert _kept(weights, made) != first
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda folder: (folder / "openvino_model.bin").write_bytes(b""), id="empty"),
+        pytest.param(lambda folder: (folder / "openvino_model.xml").unlink(), id="removed"),
+        pytest.param(lambda folder: (folder / store.ORIGIN).write_bytes(b""), id="unknown"),
+    ],
+)
+def test_a_damaged_conversion_is_made_anew(
+    conversions: tuple[Path, list[Path]], spoil: Callable[[Path], object]
+) -> None:
+    """Such as a loss of power leaves, or a removal that was interrupted."""
+    weights, made = conversions
+    folder = _kept(weights, made)
+    spoil(folder)
+    assert _kept(weights, made) == folder
+    assert len(made) == 2
+    assert (folder / "openvino_model.bin").read_text() == (folder / "openvino_model.xml").read_text() == "whole"
+    assert [each.source for each in store.all_kept()] == [str(weights.parent)]
 
 
 def test_an_export_depends_on_the_adapter_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ from leapahead.core.storage import cache_directory
 from leapahead.models.openvino.options import MODEL, is_openvino
 
 ORIGIN = "leapahead.json"  # of a folder in the cache: what it was made from
-FORMAT = 2  # increased when folders of earlier versions must not be used again
-BEGINNING = 1 << 20  # bytes of a file that are part of its digest
+FORMAT = 3  # increased when folders of earlier versions must not be used again
+PIECES, LENGTH = 256, 1 << 12  # of each file, so many pieces of so many bytes are part of the digest
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ def kept(source: Path, files: Iterable[Path], weights: str, make: Callable[[Path
 
     Args:
         source: what the user named.
-        files: all that the result depends on: by name, size, time of the last change, and first bytes.
+        files: all that the result depends on: by name, size, time of the last change, and bytes from the first to the
+            last, since files that were unpacked or built with a fixed time have equal times.
         weights: the type of the weights.
         make: writes the files of the model into an empty folder.
 
@@ -122,25 +123,40 @@ def kept(source: Path, files: Iterable[Path], weights: str, make: Callable[[Path
         found = file.stat()
         digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns} ".encode())
         with file.open("rb") as opened:
-            digest.update(opened.read(BEGINNING))
+            last = max(found.st_size - LENGTH, 0)
+            for start in sorted({index * last // (PIECES - 1) for index in range(PIECES)}):
+                opened.seek(start)
+                digest.update(opened.read(LENGTH))
     folder = _place() / digest.hexdigest()[:16]
-    if is_openvino(folder):
+    if _is_whole(folder):
         return folder
     remedy = "set LEAPAHEAD_CACHE to another folder, writable and with space"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.is_dir():  # what an ended process or a loss of power left of one
+            shutil.rmtree(folder)
     except OSError as error:
         raise BadParameter(f"{folder} cannot be written ({error.strerror or error}); {remedy}") from error
     try:
         with written(folder, False, remedy) as made:
             make(made)
-            origin = {"source": str(source.resolve()), "weights": weights}
+            sizes = {file.name: file.stat().st_size for file in made.iterdir() if file.is_file()}
+            origin = {"source": str(source.resolve()), "weights": weights, "files": sizes}
             (made / ORIGIN).write_text(json.dumps(origin), encoding="utf-8")
     except BadParameter:
-        if is_openvino(folder):  # another process has made it meanwhile
+        if _is_whole(folder):  # another process has made it meanwhile
             return folder
         raise
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder of the cache has all its files, of the sizes that they were written with."""
+    try:
+        sizes = json.loads((folder / ORIGIN).read_text(encoding="utf-8"))["files"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def all_kept() -> list[Kept]:
