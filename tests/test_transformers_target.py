@@ -1386,6 +1386,7 @@ def test_a_model_that_changed_beside_an_unfinished_stream_gives_its_new_text(kin
 MODES = {
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "device": lambda: torch.device("meta"),  # as by `torch.set_default_device`
 }
 
 
@@ -1402,6 +1403,17 @@ def test_modes_of_the_calling_thread_change_no_text(mode: str, kind: str) -> Non
             with each():
                 texts.append(llm.generate(TEXT, max_new_tokens=8, drafter="suffix").tokens)
     assert texts == texts[:1] * len(texts)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_default_device_changes_no_text(exact: bool) -> None:
+    """Of batches, too. With `torch.set_default_device`, tensors that name no device are made there."""
+    llm = LLM(BY_NAME["llama"].build(), exact=exact)
+    options: Any = {"max_new_tokens": 8, "temperature": 1.0, "seed": 3, "drafter": "suffix"}
+    expected = [each.tokens for each in llm.generate([TEXT, TEXT[:9]], **options)]
+    with torch.device("meta"):
+        found = llm.generate([TEXT, TEXT[:9]], **options)
+    assert [each.tokens for each in found] == expected
 
 
 @pytest.mark.slow

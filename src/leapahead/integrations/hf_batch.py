@@ -55,7 +55,7 @@ class _Ids:
         while self._length > len(self._room):
             self._room = torch.cat([self._room, torch.empty_like(self._room)])
         if self._waiting:
-            self._room[start : self._length] = torch.tensor(self._waiting)
+            self._room[start : self._length] = torch.tensor(self._waiting, device="cpu")
             self._waiting = []
         return self._room[None, : self._length]
 

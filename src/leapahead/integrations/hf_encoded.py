@@ -42,10 +42,10 @@ def encoder_inputs(model_kwargs: Mapping[str, Any], inputs: Tensor | None) -> li
     """
     states: Tensor = model_kwargs[ENCODED][0]
     mask = model_kwargs.get("attention_mask")
-    kept = torch.ones(states.shape[:2], dtype=torch.bool) if mask is None else mask.bool().cpu()
+    kept = torch.ones(states.shape[:2], dtype=torch.bool, device="cpu") if mask is None else mask.bool().cpu()
     if not bool(kept.any(dim=1).all()):
         raise BadParameter("a row of the batch is all padding; give at least one token")
-    ids = torch.zeros(states.shape[:2], dtype=torch.int64)
+    ids = torch.zeros(states.shape[:2], dtype=torch.int64, device="cpu")
     if inputs is not None and inputs.ndim == 2 and inputs.shape[1] == len(ids[0]) and int(inputs.min()) >= 0:
         ids = inputs.cpu().repeat_interleave(len(states) // len(inputs), dim=0)
     return [

@@ -2,7 +2,8 @@
 
 One thread reads and writes what another one's forwards have left in a cache. A tensor of torch's inference mode cannot
 be written outside of it, and autocast leaves entries of another precision. So every forward of a model runs outside of
-inference mode, and with the autocast that there was when its target was made: usually none.
+inference mode, and with the autocast that there was when its target was made: usually none. Tensors that name no device
+are made on the CPU there, as models and caches expect it, whatever `torch.set_default_device` says.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ def autocast() -> Autocast:
 
 @contextmanager
 def computing(wanted: Autocast | None = None) -> Iterator[None]:
-    """Within the block, or as a decorator: no gradients, no inference mode, and this autocast; by default none."""
+    """Within the block, or as a decorator: no gradients, no inference mode, the CPU as the default device, and this
+    autocast; by default none."""
     wanted, found = wanted or {}, autocast()
     with ExitStack() as modes:
+        if torch.empty(0).device.type != "cpu":  # `torch.get_default_device` takes several times as long
+            modes.enter_context(torch.device("cpu"))
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))
         for kind in {**found, **wanted} if found != wanted else ():

@@ -64,7 +64,7 @@ class Buffers:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.host = torch.zeros(BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.host = torch.zeros(BYTES, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
         self.device = torch.zeros(BYTES, dtype=torch.uint8, device=device)
         self._layouts: dict[tuple[int, int, int], _Layout] = {}
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
