@@ -923,6 +923,21 @@ def test_texts_of_other_prompts_are_not_compared(tmp_path: Path) -> None:
     ]
 
 
+def test_a_bench_is_not_resumed_with_other_weights_of_the_same_name(tmp_path: Path) -> None:
+    plan = Plan(tasks=[tasks.Task("chat", ["a"])], configurations=[], temperatures=[0.0], rounds=1, max_new_tokens=8)
+
+    def measure(plan: Plan, sharpness: float, resume: bool) -> None:
+        kept = record.Record.open(tmp_path, plan.conditions("now"), resume)
+        loaded = Loaded(ToyTarget(sharpness=sharpness), Words(), ())
+        runner.run(plan, kept, load=lambda model, plan: loaded)
+
+    measure(plan, 1.0, resume=False)
+    more = replace(plan, temperatures=[0.0, 1.0])
+    with pytest.raises(BadParameter, match="the condition 'weights of bundled' was"):
+        measure(more, 2.0, resume=True)
+    measure(more, 1.0, resume=True)
+
+
 def test_the_figure_shows_the_greatest_speed_up_of_any_panel() -> None:
     def row(target: str, task: str, speed: float) -> dict[str, Any]:
         speedup = {"median": speed, "low": speed, "high": speed}

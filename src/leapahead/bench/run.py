@@ -27,6 +27,7 @@ from leapahead.bench.tasks import Task, encoded, has_template, predicted
 from leapahead.core.errors import Refused
 from leapahead.drafters import registry
 from leapahead.models import loading
+from leapahead.models.base import IdentifiesWeights
 from leapahead.models.loading import Loaded
 from leapahead.planner.profile import LatencyProfiles
 
@@ -261,8 +262,10 @@ def _able(form: Form, prompts: Sequence[list[int]], setting: Setting, task: Task
 def _describe(loaded: Loaded) -> dict[str, Any]:
     """The description of a loaded target, for the conditions."""
     info = loaded.target.info
+    digest = loaded.target.weights_digest() if isinstance(loaded.target, IdentifiesWeights) else ""
     return {
         "name": info.name,
+        **({"weights": digest} if digest else {}),  # a bench is not resumed with others of the same name
         "context": info.context_length,
         "precision": info.precision,
         "chat": "chat template" if has_template(loaded.tokenizer) else "plain text",
