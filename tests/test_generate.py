@@ -511,6 +511,15 @@ def test_chat_messages(llm: LLM) -> None:
         llm.generate([{"role": "wizard", "content": "Hi"}])
 
 
+def test_chat_messages_without_what_templates_need(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_transformers(*args: Any, **options: Any) -> str:
+        raise ImportError("apply_chat_template requires jinja2>=3.1.6 to be installed")
+
+    monkeypatch.setattr(llm.tokenizer, "apply_chat_template", as_transformers)
+    with pytest.raises(BadParameter, match=r"chat templates cannot be used: apply_chat_template requires jinja2>=3\.1"):
+        llm.generate([{"role": "user", "content": "Hi"}], max_new_tokens=3)
+
+
 def test_a_loaded_model(tiny_model: Any, tokenizer: Any) -> None:
     llm = LLM(tiny_model)
     assert llm.tokenizer is None

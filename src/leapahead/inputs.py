@@ -290,6 +290,8 @@ def chat_text(
         text = tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **(variables or {})
         )
+    except ImportError as error:  # Transformers needs a recent jinja2
+        raise BadParameter(f"chat templates cannot be used: {error}") from None
     except Exception as error:  # a template is somebody's program, and may raise anything
         if getattr(tokenizer, "chat_template", None) is None:
             raise BadParameter(
