@@ -57,7 +57,7 @@ def blocks(table: Table) -> dict[str, Callable[[Path], str]]:
 def parts(root: Path, chats: bool = False) -> Iterator[Part]:
     """Every server of ours in every record: in those of chats alone, or in the others."""
     files = (root / "docs/bench/serving").glob("*.json")
-    for file in sorted(file for file in files if file.stem.endswith("-chat") == chats):
+    for file in sorted(file for file in files if ("-chat" in file.stem) == chats):
         data = json.loads(file.read_text(encoding="utf-8"))
         known, rows = data["conditions"], data["rows"]
         servers = list(dict.fromkeys(row["server"] for row in rows))  # the last is llama.cpp's
@@ -152,10 +152,13 @@ def tables(root: Path, table: Table) -> str:
 
 
 def chats(root: Path, table: Table) -> str:
-    """The records of chats alone: a row for each model, engine and number of requests at a time."""
-    some = _models(parts(root, chats=True))
+    """The records of chats alone: a row for each model, engine, processor and number of requests at a time."""
+    some: dict[str, list[Part]] = {}
+    for name, each in _models(parts(root, chats=True)).items():
+        for part in each:
+            some.setdefault(f"{name}, {part.known['cpu'].rpartition(' ')[2]}", []).append(part)
     lines = [[name, *line] for name, each in some.items() for line in _sorted_lines(each)]
-    heads = f"model, our engine | {HEADS}".replace(" workload |", "")
+    heads = f"model, our engine, processor | {HEADS}".replace(" workload |", "")
     given = "\n".join(f"- {name}. {_conditions(each)}" for name, each in some.items())
     return f"{table(heads, [[*line[:2], *line[3:]] for line in lines])}\n\n{given}"
 
