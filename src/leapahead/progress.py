@@ -58,8 +58,13 @@ def bars(console: Console, disable: bool = False) -> Progress:
     """Progress bars with a field `count` and times, which are gone at the end."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+    class Bars(Progress):
+        def stop(self) -> None:
+            if not self.disable:  # Rich before 15 writes an empty line then
+                super().stop()
+
     columns = (
         *(TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[count]}")),
         *(TimeElapsedColumn(), TimeRemainingColumn()),
     )
-    return Progress(*columns, console=console, transient=True, disable=disable)
+    return Bars(*columns, console=console, transient=True, disable=disable)
