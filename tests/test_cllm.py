@@ -90,6 +90,8 @@ def test_trajectories_go_on(target: Any, texts: list[Text], recorded: list[Traje
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:2]) + lines[2][:30])  # interrupted while it was written
     assert trajectories.write(target, None, texts[:5], BLOCK, 4, path, silent) == recorded[:5]
+    others = [replace(texts[6], index=0), *texts[1:5]]
+    assert trajectories.write(target, None, others, BLOCK, 4, path, silent)[0].prompt == texts[6].prompt
     path.write_text('{"index": 0}\n')
     with pytest.raises(LeapaheadError, match="holds no trajectories of a training run"):
         trajectories.write(target, None, texts[:5], BLOCK, 4, path, silent)

@@ -304,6 +304,16 @@ def test_a_checkpoint_of_another_network_is_refused(target: TrainingTarget, text
             made(target, texts, settings_of(kind, **given), tmp_path / "checkpoint")
 
 
+def test_a_checkpoint_of_other_texts_is_refused(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
+    """With further texts, others are held out: those that it was trained on, too. A draft vocabulary differs as well."""
+    settings = settings_of("medusa", steps=2)
+    made(target, texts[:12], settings, tmp_path / "checkpoint")[1].run(replace(QUIET, interrupts=stopping(1)))
+    for some in (texts, [replace(texts[0], answer=[5, 5]), *texts[1:12]]):
+        with pytest.raises(LeapaheadError, match="cannot be used: it was trained on other texts, .*; remove it, and"):
+            made(target, some, settings, tmp_path / "checkpoint")
+    assert made(target, texts[:12], settings, tmp_path / "checkpoint")[1].run(QUIET).step == 2
+
+
 def test_a_last_step_that_diverges_ends_the_training(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
     _, training = made(target, texts, settings_of("eagle", steps=1, lr=1e38), tmp_path / "checkpoint")
     with pytest.raises(LeapaheadError, match=r"after step 1 is not a finite number; .*--resume .* lr=1e\+38"):

@@ -30,7 +30,7 @@ from leapahead.models.transformers.families import text_config
 from leapahead.models.transformers.forward import inputs, side_by_side
 from leapahead.models.transformers.linears import weight_of
 from leapahead.models.transformers.model import TransformersTarget
-from leapahead.training.texts import Progress, Text
+from leapahead.training.texts import Progress, Text, digest_of
 
 SHARD = 64  # texts of a file
 TOGETHER = 4096  # tokens of a forward of the target
@@ -228,7 +228,7 @@ def grouped(texts: Sequence[Text], tokens: int) -> list[list[Text]]:
 
 
 def _name(shard: Sequence[Text]) -> str:
-    return f"{shard[0].index:06d}-{shard[-1].index:06d}.safetensors"
+    return f"{shard[0].index:06d}-{digest_of(shard)}.safetensors"  # other texts may have these numbers later
 
 
 def _halved(states: Tensor) -> Tensor:

@@ -25,13 +25,13 @@ from leapahead.training.batches import Order
 from leapahead.training.optimizer import Optimizer
 from leapahead.training.recipe import Found
 from leapahead.training.settings import RunSettings
-from leapahead.training.texts import Progress, Text
+from leapahead.training.texts import Progress, Text, digest_of
 
 MOST_GRADIENT = 1.0
 WARM_UP = 0.03  # of the training
 CHECKPOINT_SECONDS = 150.0
 POINT = 10  # steps whose mean is a point of the curves
-STATE = "state"  # of a checkpoint's metadata
+STATE, TEXTS = "state", "texts"  # of a checkpoint's metadata
 OPTIMIZER = "optimizer."  # what the names of the optimizer's tensors begin with
 
 Row = list[float]  # the loss, then the agreement at each depth
@@ -127,7 +127,7 @@ class Training:
         state: how far it is.
 
     Raises:
-        BadParameter: the checkpoint is of another network, or cannot be read.
+        BadParameter: the checkpoint is of another network or of other texts, or cannot be read.
     """
 
     def __init__(
@@ -143,6 +143,7 @@ class Training:
         self.checkpoint, self.held_out = checkpoint, held_out
         self.parameters = recipe.parameters
         self.optimizer = Optimizer(settings.optimizer, self.parameters)
+        self._texts = digest_of(order.texts)
         self.state = self._load() if checkpoint.exists() else State()
 
     @property
@@ -247,7 +248,7 @@ class Training:
             save_file(
                 {name: each.cpu().contiguous() for name, each in tensors.items()},
                 part,
-                {STATE: json.dumps(asdict(state))},
+                {STATE: json.dumps(asdict(state)), TEXTS: self._texts},
             )
             part.replace(self.checkpoint)
         except (OSError, SafetensorError) as error:
@@ -262,6 +263,8 @@ class Training:
             with safe_open(self.checkpoint, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 state = State(**json.loads(file.metadata()[STATE]))
+                if file.metadata()[TEXTS] != self._texts:  # held-out texts may be among those that it was trained on
+                    raise ValueError("it was trained on other texts, which were changed or added to since")
             weights = {name: each for name, each in tensors.items() if not name.startswith(OPTIMIZER)}
             shapes, own = ({name: each.shape for name, each in some.items()} for some in (weights, self.parameters))
             if shapes != own:

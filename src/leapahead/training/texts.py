@@ -10,6 +10,7 @@ The first line of the file says which model wrote them:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import warnings
@@ -163,6 +164,12 @@ def written_for(path: Path) -> str:
     """The name of the file of prompts that a file of texts was written for."""
     with path.open(encoding="utf-8") as file:
         return str(json.loads(file.readline())["data"])
+
+
+def digest_of(texts: Sequence[Text]) -> str:
+    """16 hex digits of the numbers and the tokens of some texts, in order."""
+    content = json.dumps([(text.index, text.prompt, text.answer) for text in texts])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def divide(texts: Sequence[Text], held_out: float, seed: int) -> tuple[list[Text], list[Text]]:

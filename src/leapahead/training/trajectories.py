@@ -92,7 +92,7 @@ def write(
         BadParameter: the file cannot be read or written.
     """
     found = _read(path) if path.exists() and cut(path) else {}
-    left = [text for text in texts if text.index not in found]
+    left = [text for text in texts if text.index not in found or found[text.index].prompt != text.prompt]
     with LLM(
         target, tokenizer=tokenizer, drafter=Recorder, block=block, max_batch=together, drafter_cache=False
     ) as llm:
