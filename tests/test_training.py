@@ -27,7 +27,7 @@ from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES  # no
 from leapahead.training.features import Online, TrainingTarget, training_target  # noqa: E402
 from leapahead.training.optimizer import BETAS, Optimizer  # noqa: E402
 from leapahead.training.recipe import Goal, Recipe  # noqa: E402
-from leapahead.training.settings import LOSSES  # noqa: E402
+from leapahead.training.settings import LOSSES, MOST_SEED  # noqa: E402
 from leapahead.training.texts import Text  # noqa: E402
 
 
@@ -305,13 +305,19 @@ def test_a_checkpoint_of_another_network_is_refused(target: TrainingTarget, text
 
 
 def test_a_checkpoint_of_other_texts_is_refused(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
-    """With further texts, others are held out: those that it was trained on, too. A draft vocabulary differs as well."""
+    """With further texts, others are held out, which it may have been trained on, and a draft vocabulary has others."""
     settings = settings_of("medusa", steps=2)
     made(target, texts[:12], settings, tmp_path / "checkpoint")[1].run(replace(QUIET, interrupts=stopping(1)))
     for some in (texts, [replace(texts[0], answer=[5, 5]), *texts[1:12]]):
-        with pytest.raises(LeapaheadError, match="cannot be used: it was trained on other texts, .*; remove it, and"):
+        with pytest.raises(LeapaheadError, match=r"cannot be used: it was trained on other texts, .*; remove it, and"):
             made(target, some, settings, tmp_path / "checkpoint")
     assert made(target, texts[:12], settings, tmp_path / "checkpoint")[1].run(QUIET).step == 2
+
+
+def test_the_largest_seeds_are_possible(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:
+    """Such as the clock's nanoseconds."""
+    _, training = made(target, texts, settings_of("eagle", steps=1, seed=MOST_SEED - 1), tmp_path / "checkpoint")
+    assert training.run(QUIET).step == 1
 
 
 def test_a_last_step_that_diverges_ends_the_training(target: TrainingTarget, texts: Any, tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_hidden_states_on_disk_are_those_computed(tmp_path: Path) -> None:
     written = file.stat().st_mtime_ns
     Stored(target, (0, 1, 2), tmp_path, some, silent)
     assert file.stat().st_mtime_ns == written
-    others = [replace(some[4 - each.index], index=each.index) for each in some]  # that have their numbers in a later run
+    others = [replace(some[4 - each.index], index=each.index) for each in some]  # of a later run
     stored = Stored(target, (0, 1, 2), tmp_path, others, silent)
     torch.testing.assert_close(stored.of(others[:1])[0].float(), online.of(others[:1])[0], atol=1e-2, rtol=1e-3)
 

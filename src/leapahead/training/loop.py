@@ -24,7 +24,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.training.batches import Order
 from leapahead.training.optimizer import Optimizer
 from leapahead.training.recipe import Found
-from leapahead.training.settings import RunSettings
+from leapahead.training.settings import MOST_SEED, RunSettings
 from leapahead.training.texts import Progress, Text, digest_of
 
 MOST_GRADIENT = 1.0
@@ -196,7 +196,7 @@ class Training:
     def _step(self) -> Row:
         """One optimizer step; returns its row."""
         count, step, rate, device = self.settings.accumulate, self.state.step, self._rate(), self.recipe.device
-        seed = self.settings.seed * 1_000_003 + step
+        seed = (self.settings.seed * 1_000_003 + step) % MOST_SEED
         generator = torch.Generator().manual_seed(seed)
         rows: list[Tensor] = []
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
