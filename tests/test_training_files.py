@@ -238,6 +238,12 @@ def test_held_out_texts_are_not_trained_on() -> None:
     assert sorted(text.index for text in (*trained, *held_out)) == list(range(10))
     with pytest.raises(LeapaheadError, match="there are 1 texts with at least 2 tokens, too few"):
         texts.divide(some[:1], 0.3, seed=1)
+    twice = [*some, *(replace(text, index=text.index + 10) for text in some)]  # of two files with the same prompts
+    trained, held_out = texts.divide(twice, 0.3, seed=1)
+    assert len(held_out) == 6
+    assert not {tuple(text.prompt) for text in held_out} & {tuple(text.prompt) for text in trained}
+    with pytest.raises(LeapaheadError, match="all 2 texts are answers to held-out prompts; give more prompts"):
+        texts.divide([some[0], some[0]], 0.3, seed=1)
 
 
 # ------------------------------------------------------------------------------------------------- hidden states

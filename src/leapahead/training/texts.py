@@ -175,6 +175,8 @@ def digest_of(texts: Sequence[Text]) -> str:
 def divide(texts: Sequence[Text], held_out: float, seed: int) -> tuple[list[Text], list[Text]]:
     """The texts to train on, and the held-out ones; without those that are too short to train on.
 
+    Of a held-out prompt that is in two files, of an earlier run and of prompts, no text is trained on.
+
     Raises:
         BadParameter: too few are left.
     """
@@ -185,9 +187,13 @@ def divide(texts: Sequence[Text], held_out: float, seed: int) -> tuple[list[Text
             f"there are {len(usable)} texts with at least {LEAST} tokens, too few to train on; give more prompts"
         )
     chosen = set(random.Random(seed).sample(range(len(usable)), count))
+    held_out_prompts = {tuple(usable[place].prompt) for place in chosen}
     groups: tuple[list[Text], list[Text]] = ([], [])
     for place, text in enumerate(usable):
-        groups[place in chosen].append(text)
+        if place in chosen or tuple(text.prompt) not in held_out_prompts:
+            groups[place in chosen].append(text)
+    if not groups[0]:
+        raise BadParameter(f"all {len(usable)} texts are answers to held-out prompts; give more prompts")
     return groups
 
 
