@@ -62,22 +62,23 @@ def load(name: str, target: Target, tokenizer: Tokenizer | None, trust_remote_co
 
 
 def fitting(student: Student, texts: Sequence[Text]) -> list[Text]:
-    """The texts that fit the context of a decoder-only draft model; a warning tells how many do not.
+    """The texts that a draft model can read; a warning tells how many it cannot.
 
     Raises:
-        BadParameter: there are texts, and none of them fits.
+        BadParameter: there are texts, and it can read none of them.
     """
-    room = student.context_length
-    found = [text for text in texts if student.is_encoder_decoder or len(text.tokens) <= room]
+    room, known = student.context_length, student.vocab_size
+    readable = [text for text in texts if max(text.tokens) < known]  # the target's logits may have more rows
+    found = [text for text in readable if student.is_encoder_decoder or len(text.tokens) <= room]
     if texts and not found:
         raise BadParameter(
-            f"none of the texts fits the context of the draft model {student.name}, {room} tokens; give "
-            "shorter prompts, or a smaller max_new_tokens"
+            f"none of the texts fits the context of the draft model {student.name}, {room} tokens, and its vocabulary "
+            f"of {known}; give shorter prompts, or a smaller max_new_tokens"
         )
     if left_out := len(texts) - len(found):
         warnings.warn(
             f"{left_out} of {len(texts)} texts are not trained on, since they exceed the context of the draft model "
-            f"{student.name}, {room} tokens",
+            f"{student.name}, {room} tokens, or its vocabulary of {known}",
             UserWarning,
             stacklevel=2,
         )
@@ -103,6 +104,7 @@ class DraftRecipe:
     def __init__(self, student: Student, target: TransformersTarget, settings: DraftSettings, ends: Sequence[int]):
         self.module, self.target, self.ends = student.model, target.model, tuple(ends)
         self.context_length = student.context_length
+        self._unknown = [*range(target.info.vocab_size, student.vocab_size)]  # tokens that the target has no row of
         self.device: torch.device = target.device
         self.on_policy = settings.on_policy
         self.divergence = losses.LOSSES[DIVERGENCES[settings.divergence]]
@@ -164,6 +166,7 @@ class DraftRecipe:
                 top_p=1.0,
                 eos_token_id=list(self.ends) or None,
                 pad_token_id=self.ends[0] if self.ends else 0,
+                suppress_tokens=self._unknown or None,
             )
         self.module.train()
         answers = [self._ended(row) for row in found[:, size:].tolist()]

@@ -42,6 +42,11 @@ class Student:
         return int(self.model.get_input_embeddings().weight.shape[-1])
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens that it reads; a model of the same tokenizer may have more rows for none."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
     def context_length(self) -> int:
         """Greatest number of tokens of a sequence; of an encoder-decoder model, of the decoder's."""
         return families.context_length(families.text_config(self.model))
