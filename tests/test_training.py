@@ -397,6 +397,17 @@ def test_a_draft_vocabulary_smaller_than_the_candidates(kind: str, target: Train
     assert found.tree >= found.chain >= 1
 
 
+@pytest.mark.parametrize("kind", ["medusa", "peagle", "dflash2"])
+def test_no_token_is_right_at_a_depth_that_a_head_does_not_have(kind: str, target: TrainingTarget, texts: Any) -> None:
+    """Of equal logits, the first token is the likeliest; in many vocabularies it ends a text."""
+    own = recipes.recipe(target, settings_of(kind, depths=2), texts)
+    own.logits = lambda depth, states: torch.zeros(*states.shape[:-1], VOCABULARY)  # type: ignore[method-assign]
+    ended = Text(0, [1, 2], [0] * 12)
+    (found,) = evaluate.evaluate(own, Online(target, own.layers), {"one": [ended]}, silent)
+    assert found.depths[2:] == (0.0, 0.0, 0.0)
+    assert found.chain <= 3
+
+
 def test_passes() -> None:
     assert evaluate.passes([0, 0, 0]) == 3
     assert evaluate.passes([2, 0, 0, 1, 0]) == 2

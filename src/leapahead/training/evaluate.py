@@ -50,7 +50,13 @@ class Evaluation:
 
 
 class Drafts(ABC):
-    """Drafts at several places of one text together."""
+    """Drafts at several places of one text together.
+
+    Attributes:
+        depths: of which there are logits.
+    """
+
+    depths = DEPTH
 
     @abstractmethod
     def first(self) -> Tensor:
@@ -71,7 +77,7 @@ class BlockDrafts(Drafts):
     """Medusa and DFlash: the candidates of a depth are the same below every node."""
 
     def __init__(self, recipe: Recipe, batch: Batch, rows: Tensor) -> None:
-        self._recipe = recipe
+        self._recipe, self.depths = recipe, recipe.depths
         drawn = torch.zeros_like(batch.tokens, dtype=torch.bool)
         drawn[0, rows] = True
         found = recipe.states(replace(batch, drawn=drawn), None)
@@ -81,8 +87,6 @@ class BlockDrafts(Drafts):
         return self._at(0)
 
     def next(self, depth: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        if depth >= self._recipe.depths:  # the head predicts no further
-            return torch.zeros_like(self._at(0)).expand(-1, tokens.shape[1], -1)
         return self._at(depth).expand(-1, tokens.shape[1], -1)
 
     def _at(self, depth: int) -> Tensor:
@@ -100,8 +104,6 @@ class ChainedDrafts(BlockDrafts):
         return self._after(0, self._last)
 
     def next(self, depth: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        if depth >= self._recipe.depths:
-            return super().next(depth, parents, tokens)
         return self._after(depth, tokens)
 
     def _after(self, depth: int, tokens: Tensor) -> Tensor:
@@ -114,7 +116,8 @@ class HydraDrafts(Drafts):
     """Hydra: every node is a row of its own, of the state and the tokens before it."""
 
     def __init__(self, recipe: HydraRecipe, batch: Batch, rows: Tensor) -> None:
-        self._recipe, self._states = recipe, recipe.read(batch)[0, rows]
+        self._recipe, self.depths = recipe, recipe.depths
+        self._states = recipe.read(batch)[0, rows]
         self._paths = batch.tokens[0, rows + 1][:, None, None]  # [places, nodes, tokens]
 
     def first(self) -> Tensor:
@@ -123,8 +126,6 @@ class HydraDrafts(Drafts):
     def next(self, depth: int, parents: Tensor, tokens: Tensor) -> Tensor:
         above = self._paths.gather(1, parents[..., None].expand(-1, -1, depth))
         self._paths = torch.cat((above, tokens[..., None]), dim=-1)
-        if depth >= self._recipe.depths:  # the heads predict no further
-            return torch.zeros(*tokens.shape, self._recipe.config.draft_vocab_size, device=tokens.device)
         return self._at(depth)
 
     def _at(self, depth: int) -> Tensor:
@@ -164,18 +165,16 @@ class ParallelDrafts(RowDrafts):
 
     def __init__(self, recipe: RowRecipe, batch: Batch, rows: Tensor) -> None:
         super().__init__(recipe, batch, rows)
-        self._depths = [super().first()]
+        self.depths, self._found = recipe.depths, [super().first()]
         for depth in range(1, recipe.depths):
             parents = torch.zeros_like(rows)[:, None]
-            self._depths.append(super().next(depth, parents, parents))
+            self._found.append(super().next(depth, parents, parents))
 
     def first(self) -> Tensor:
-        return self._depths[0]
+        return self._found[0]
 
     def next(self, depth: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        if depth >= len(self._depths):  # the head predicts no further
-            return torch.zeros_like(self._depths[0]).expand(-1, tokens.shape[1], -1)
-        return self._depths[depth].expand(-1, tokens.shape[1], -1)
+        return self._found[depth].expand(-1, tokens.shape[1], -1)
 
 
 def drafts_of(recipe: Recipe, batch: Batch, rows: Tensor) -> Drafts:
@@ -210,11 +209,11 @@ def grow(drafts: Drafts, vocabulary: Tensor | None, depth: int, frontier: int, c
     Args:
         drafts: at several places.
         vocabulary: the target's ids of the draft vocabulary; None for all.
-        depth: number of levels.
+        depth: number of levels, at most; there are no more than `drafts.depths`.
         frontier: nodes of a level that are continued. With 1, and one candidate, the result is a chain.
         candidates: tokens after each of them.
     """
-    logits = drafts.first()
+    depth, logits = min(depth, drafts.depths), drafts.first()
     candidates = min(candidates, logits.shape[-1])
     scores = logits.new_zeros(logits.shape[:2])
     paths = torch.zeros(*logits.shape[:2], 0, dtype=torch.long, device=logits.device)
