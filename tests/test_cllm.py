@@ -262,7 +262,7 @@ def test_what_cannot_be_tuned_is_refused() -> None:
 def test_texts_are_divided_after_the_sampled_ones_are_left_out(target: Any, tmp_path: Path) -> None:
     llm, file = LLM(target), tmp_path / "texts.jsonl"
     head = {**text_files._model(llm), "data": "prompts.jsonl"}
-    some = [asdict(Text(place, [1, 2], [3, 4], float(place < 5))) for place in range(8)]
+    some = [asdict(Text(place, [1, place], [3, 4], float(place < 5))) for place in range(8)]
     file.write_text("".join(json.dumps(line) + "\n" for line in (head, *some)))
     for seed in range(8):
         settings = CllmSettings(texts=str(file), held_out=0.3, seed=seed)
