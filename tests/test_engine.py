@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -608,6 +609,36 @@ def test_many_that_wait_are_cancelled_in_one_pass(samples: int) -> None:
     engine.cancel(*(handle for group in groups for handle in group))
     assert all(handle.done for group in groups for handle in group)
     assert len(passes) <= 4
+
+
+def test_a_step_does_not_look_at_all_requests_that_wait() -> None:
+    looks = []
+
+    class Watched(deque[Any]):
+        def __iter__(self) -> Any:
+            looks.append(1)
+            return super().__iter__()
+
+    engine = Engine(ToyTarget(), max_batch=1)
+    engine._queue = Watched()
+    handles = [engine.submit(request(engine, 0)) for _ in range(10)]
+    engine.run(handles[:8])
+    assert not looks
+    engine.cancel(*handles[8:])
+    assert looks
+    assert [handle.finish_reason for handle in handles[7:]] == ["length", "cancelled", "cancelled"]
+
+
+def test_a_sample_that_was_cancelled_while_its_prompt_waited_ends_when_it_is_queued() -> None:
+    engine = Engine(ToyTarget(), max_batch=1)
+    running = engine.submit(request(engine, 1))
+    engine.step()
+    first, second, third = engine.submit_samples(request(engine, 0), [GREEDY, SAMPLED, SAMPLED])
+    engine.cancel(second, wait=False)
+    engine.step()
+    engine.cancel(first, wait=False)  # whose others are queued
+    engine.step()
+    assert (running.done, first.done, second.done, third.done) == (False, True, True, False)
 
 
 def test_a_sample_can_be_cancelled_before_its_prompt_is_read() -> None:

@@ -69,13 +69,12 @@ class Engine:
         self.target, self.tokenizer, self.max_batch, self.prefill_chunk = target, tokenizer, max_batch, prefill_chunk
         self.latency = latency or LatencyProfiles(target.info)
         self.acceptance = acceptance or acceptance_table()
-        self._size = [0]  # of the batch under way; what refers to the engine itself would keep the model in a cycle
-        size = partial(self._size.__getitem__, 0)
-        host = Host(target.info, self.latency, self.acceptance, tokenizer, target, running=size)
+        self._size = size = [0]  # of the batch under way; the engine itself would be kept in a cycle
+        host = Host(target.info, self.latency, self.acceptance, tokenizer, target, running=lambda: size[0])
         self._drafters, self._queue = AttachedDrafters(target, host), deque[Handle]()
         self._samples: dict[Handle, list[Handle]] = {}  # first of several samples of a prompt -> the others
         self._prompt_rows: dict[Handle, list[PromptRows]] = {}  # captured for those others
-        self._turn, self._closed, self._active = Turn(target), False, list[Running]()
+        self._turn, self._active, self._closed, self._leaving = Turn(target), list[Running](), False, False
         self._changed = self._turn.changed  # guards the queue and the handles; held for moments only
 
     def drafter(self, drafter: str | type[Any] | Drafter, **options: Any) -> Drafter:
@@ -132,7 +131,7 @@ class Engine:
         openmp.release()  # every request ends here, and with it, perhaps, the driving of this thread
         with self._changed:
             for handle in (each for each in handles if not each.done):
-                handle.cancelled = True
+                handle.cancelled = self._leaving = True
             self._changed.notify_all()
         # The step that this is called from, if it is, ends the requests when it is over.
         for handle in handles if wait else ():  # whichever comes first ends all that wait, in one pass of the queue
@@ -375,9 +374,10 @@ class Engine:
                     running.error = of_request(error, running.error)
                 self._end(running.handle, running.error)
                 self._active.remove(running)  # last: an interrupted end is repeated
-        if self._queue:
-            with self._changed:
-                for each in [handle for handle in self._queue if handle.cancelled]:
+        while self._leaving:  # not in every step: thousands may wait
+            with self._changed:  # again while there are any: an interrupt may leave some, and samples are queued
+                self._leaving = bool(gone := [waiting for waiting in self._queue if waiting.cancelled])
+                for each in gone:
                     self._end(each)
                     self._queue.remove(each)
         if handle is not None:
@@ -389,8 +389,8 @@ class Engine:
         with self._changed:
             if not handle.done:
                 handle.finish_reason = handle.finish_reason or ("cancelled" if handle.cancelled else None)
-                self._queue.extendleft(reversed(self._samples.pop(handle, [])))
-                handle.error, handle.done = error, True
+                self._queue.extendleft(reversed(samples := self._samples.pop(handle, [])))
+                handle.error, handle.done, self._leaving = error, True, self._leaving or bool(samples)
             self._changed.notify_all()
         if not handle.told:  # an interrupted end is repeated, so that a waiting thread hears of it, once
             handle.told = True
