@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ from leapahead.models.transformers import families, require_version, selftest
 from leapahead.models.transformers import model as backend
 from leapahead.models.transformers.arguments import cache_name
 from leapahead.models.transformers.forward import CachedExecutor, ChainExecutor, MaskedExecutor
-from leapahead.models.transformers.kv_cache import KVCache
+from leapahead.models.transformers.kv_cache import KVCache, Row
 from leapahead.models.transformers.masks import Inputs
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
 from leapahead.models.transformers.recurrent import NativeExecutor
@@ -260,6 +261,28 @@ def test_doubling_stops_where_the_context_ends() -> None:
     assert cache.capacity == 300
     cache.begin([row], [30])
     assert cache.capacity == 320
+
+
+def test_neighbours_are_found_in_time_in_the_number_of_rows() -> None:
+    cache = KVCache()
+    cache.rows = [Row(index) for index in range(2048)]
+    began = process_time()
+    for _ in range(4):
+        assert cache._side_by_side(cache.rows[700:1724]) == 700
+    assert process_time() - began < 0.1  # about 0.003; more than 0.2 where every window is compared with the rows
+
+
+def test_rows_are_exchanged_until_they_are_neighbours() -> None:
+    for taken in ([0, 1, 2], [5, 3, 4], [0, 2, 7], [1, 3, 4, 6], [7], list(range(8))):
+        cache = KVCache()
+        cache.rows = [Row(index) for index in range(8)]
+        rows = [cache.rows[index] for index in taken]
+        first = cache._side_by_side(rows)
+        assert sorted(row.index for row in rows) == list(range(first, first + len(taken)))
+        moved = sum(row.index != index for row, index in zip(rows, taken, strict=True))
+        fewest = min(len(set(taken) - set(range(at, at + len(taken)))) for at in range(9 - len(taken)))
+        assert moved == fewest
+        assert [row.index for row in cache.rows] == list(range(8))
 
 
 def test_few_keys_and_values_of_one_shape_are_one_tensor(target: TransformersTarget) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 from weakref import proxy
 
@@ -287,7 +288,8 @@ class KVCache(Cache):  # type: ignore[misc]
         """Exchanges rows until `rows` are neighbours, in any order; returns where they begin, one of `windows`."""
         taken = {row.index for row in rows}
         windows = windows or range(len(self.rows) - len(rows) + 1)
-        first = max(windows, key=lambda at: len(taken & set(range(at, at + len(rows)))))
+        before = list(accumulate((row.index in taken for row in self.rows), initial=0))  # of them, before each index
+        first = max(windows, key=lambda at: before[at + len(rows)] - before[at])
         window = set(range(first, first + len(rows)))
         for here, there in zip(sorted(taken - window), sorted(window - taken), strict=True):
             self._exchange(self.rows[here], self.rows[there])
