@@ -324,6 +324,26 @@ def test_grammars_in_which_llguidance_does_not_go_back(grammars: Grammars, token
     assert not followed.problem
 
 
+def test_a_text_in_which_llguidance_does_not_go_back_is_not_read_again(
+    grammars: Grammars, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = grammars.compile(Grammar.lark('start: (word "-")+\nword[max_tokens=6]: /[ab]+/'))
+    text = tokenizer.encode("aab-ba-b-abb-a-" * 8, add_special_tokens=False)
+    committed: list[int] = []
+    followed = compiled.follow(committed, 400)
+    made, matcher = list[object](), compiled.matcher
+    for place, token in enumerate(text):
+        monkeypatch.setattr(compiled, "matcher", lambda: made.append(None) or matcher())
+        paths = ([], text[place : place + 2], [token], text[place : place + 1] * 2)  # drafts, right and wrong
+        masks = [followed.mask(place, path) for path in paths]
+        monkeypatch.setattr(compiled, "matcher", matcher)
+        for path, mask in zip(paths, masks, strict=True):
+            assert (mask == compiled.follow([], 400).mask(0, [*committed, *path])).all()
+        committed.append(token)
+    assert not followed.problem
+    assert len(made) == 1
+
+
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data())

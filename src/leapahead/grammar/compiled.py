@@ -192,6 +192,8 @@ class State:
         self._matcher = compiled.matcher()
         self._read: list[int] = []  # the tokens that the matcher has read
         self._same = 0  # how many of them, from the first on, are known to be committed
+        self._base: LLMatcher | None = None  # what a new matcher is copied from; made when one is needed
+        self._based = 0  # how many of the committed tokens it has read
         self._masked = -1  # how many of them there were when the last mask was computed; -1 if the matcher keeps none
         self._intact = 0  # how many of those the matcher has not gone back behind since then
         self._length = -1  # of the committed tokens to which the masks belong
@@ -265,9 +267,14 @@ class State:
             self._renew()
 
     def _renew(self) -> None:
-        """Begins again with a new matcher, which reads the same tokens."""
-        self._matcher, self._masked = self._compiled.matcher(), -1
-        self._matcher.try_consume_tokens(self._read)
+        """Begins again with a new matcher: a copy of one that has read the committed tokens, and keeps no mask."""
+        same = min(self._same, len(self._read))
+        if self._base is None or self._based > same:
+            self._base, self._based = self._compiled.matcher(), 0
+        self._base.try_consume_tokens(self._read[self._based : same])
+        self._based = same
+        self._matcher, self._masked = self._base.deep_copy(), -1
+        self._matcher.try_consume_tokens(self._read[self._based :])
 
     def admitted(self, length: int, path: Sequence[int]) -> int:
         self._move(length, path)
@@ -320,6 +327,6 @@ class State:
             return False
         kind, error = self._compiled.grammar.kind, _sentence(self._matcher.get_error())
         self.problem = f"the {kind} became too complex to follow ({error}); simplify it"
-        self._matcher, self._read, self._same = self._compiled.matcher(), [], 0
+        self._matcher, self._read, self._same, self._base = self._compiled.matcher(), [], 0, None
         self._masked, self._intact = -1, 0
         return True
