@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -23,16 +24,20 @@ from typing import Any
 
 import gguf_models
 import httpx
+import numpy as np
 import pytest
 from helpers import mostly_slow
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from leapahead import LLM
 from leapahead.cli.serve import is_loopback
 from leapahead.cli.served import model_defaults
 from leapahead.core.errors import BadParameter
+from leapahead.engine.request import Handle
 from leapahead.grammar import Grammars
 from leapahead.models.toy import ToyTarget
 from leapahead.serve import keys, server
+from leapahead.serve.metrics import LABELS, SHORT, Metrics
 from leapahead.serve.prompts import Texts
 from leapahead.serve.settings import Limits, Settings
 from tests.serving import NO_TLS, Letters, Running, SlowToy, serving, toy_llm
@@ -244,6 +249,28 @@ def test_metrics_have_vllm_s_names_and_add_up() -> None:
         assert sum(parts) <= running.metric("e2e_request_latency_seconds_sum")
         steps = sum(each["leapahead"]["steps"] for each in found)
         assert running.metric("inter_token_latency_seconds_count") == steps - 6
+
+
+def test_the_steps_of_a_long_text_are_counted_at_once() -> None:
+    metrics = Metrics("model", float, float, float)
+    gaps = [0.0005, 0.001, 0.002, 0.05, 0.06, 0.3, 9.0, 20.0] * 12_500
+    handle = Handle(SimpleNamespace(), finish_reason="stop", times=[1.0, *(1.0 + np.cumsum(gaps))])
+    began = time.process_time()
+    metrics.finished(handle, 10, 0.5, 2.0)
+    assert time.process_time() - began < 0.06  # about 0.01; more than 0.1 where each is counted alone
+    expected, name = CollectorRegistry(), "vllm:inter_token_latency_seconds"
+    text = "Between the tokens of one step of a text and those of the next."
+    histogram = Histogram(name, text, LABELS, buckets=SHORT, registry=expected)
+    for one, other in itertools.pairwise(handle.times):
+        histogram.labels(model_name="model", engine="0").observe(other - one)
+    lines, wanted = (
+        [line for line in found.decode().splitlines() if "inter_token" in line and "_created" not in line]
+        for found in (metrics.text(), generate_latest(expected))
+    )
+    numbers = [[float(line.rsplit(" ", 1)[1]) for line in some if line[0] != "#"] for some in (lines, wanted)]
+    assert numbers[0] == pytest.approx(numbers[1])
+    assert [line.rsplit(" ", 1)[0] for line in lines[2:]] == [line.rsplit(" ", 1)[0] for line in wanted[2:]]
+    assert lines[:2] == wanted[:2]
 
 
 @pytest.mark.slow

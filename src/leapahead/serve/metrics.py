@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from leapahead.engine.request import Handle
 from leapahead.planner.draft import Step
@@ -16,6 +20,34 @@ COUNTS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2
 SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 MOST_POSITIONS = 64  # depths of drafts that have a series of their own
 OF_ALL = 4  # counters of all steps, before those of positions
+
+
+class InterTokenLatency(Collector):
+    """A histogram of the times between the steps of texts. Those of a text, which may have 100,000, come at once.
+
+    Args:
+        labels: values of `LABELS`.
+    """
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._labels = labels
+        self._counts, self._sum = np.zeros(len(SHORT) + 1, dtype=np.int64), 0.0
+
+    def observe(self, times: Sequence[float]) -> None:
+        """To be called with the times of all steps of a text."""
+        seconds = np.diff(times)
+        self._counts += np.bincount(np.searchsorted(SHORT, seconds), minlength=len(self._counts))
+        self._sum += float(seconds.sum())
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        found = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds",
+            "Between the tokens of one step of a text and those of the next.",
+            labels=LABELS,
+        )
+        bounds = map(floatToGoString, (*SHORT, float("inf")))
+        found.add_metric(self._labels, list(zip(bounds, np.cumsum(self._counts).tolist(), strict=True)), self._sum)
+        yield found
 
 
 class Metrics:
@@ -59,9 +91,8 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(**self._labels, finished_reason=reason)
         self.first_token = self._histogram("time_to_first_token_seconds", "From the request to the first token.", LONG)
-        self.inter_token = self._histogram(
-            "inter_token_latency_seconds", "Between the tokens of one step of a text and those of the next.", SHORT
-        )
+        self.inter_token = InterTokenLatency(list(self._labels.values()))
+        self.registry.register(self.inter_token)
         self.whole = self._histogram("e2e_request_latency_seconds", "From the request to the end of the text.", LONG)
         self.queued = self._histogram("request_queue_time_seconds", "From the request until its turn comes.", LONG)
         self.reading = self._histogram("request_prefill_time_seconds", "From its turn to the first token.", LONG)
@@ -106,8 +137,7 @@ class Metrics:
         if not handle.times:
             return
         self.first_token.observe(handle.times[0] - began)
-        for one, other in zip(handle.times, handle.times[1:], strict=False):
-            self.inter_token.observe(other - one)
+        self.inter_token.observe(handle.times)
         if reason in ("stop", "length"):
             self.whole.observe(now - began)
             self.queued.observe(handle.opened - began)
