@@ -324,6 +324,17 @@ def test_grammars_in_which_llguidance_does_not_go_back(grammars: Grammars, token
     assert not followed.problem
 
 
+def test_there_may_be_thousands_of_choices(grammars: Grammars, tokenizer: Any) -> None:
+    choices = [f"{number:05}" for number in range(0, 30_000, 3)]
+    followed = state(grammars, Grammar.choices(choices))
+    (nine,) = tokenizer.encode("9", add_special_tokens=False)
+    path = tokenizer.encode("0000", add_special_tokens=False)
+    allowed = followed.mask(0, path)
+    assert not followed.problem
+    assert [tokenizer.decode([token]) for token in np.flatnonzero(allowed)] == ["0", "3", "6", "9"]
+    assert followed.ended(0, [*path, nine])
+
+
 def test_a_text_in_which_llguidance_does_not_go_back_is_not_read_again(
     grammars: Grammars, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
