@@ -419,6 +419,18 @@ def refused(error: type[LeapaheadError], model: Any, tokenizer: Any, folder: Pat
     return str(found.value)
 
 
+@pytest.mark.parametrize("head", ["own", ["own"], "own,other"])
+def test_a_head_is_found_where_the_working_directory_has_changed(
+    head: Any, tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("own", "other"):
+        heads.write(tmp_path / name, "eagle3", vocabulary(tiny_model))
+    monkeypatch.chdir(tmp_path)
+    with LLM(tiny_model, tokenizer=tokenizer, head=head) as llm:
+        monkeypatch.chdir("/")
+        llm.generate(PROMPTS[0], drafter="head", max_new_tokens=2)
+
+
 def test_heads_of_other_targets_are_refused(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
     size = vocabulary(tiny_model)
     assert f"a vocabulary of {size + 1}" in refused(

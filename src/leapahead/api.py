@@ -14,7 +14,7 @@ from leapahead.core.parameters import MOST_BATCH, MOST_SAMPLES, whole
 from leapahead.core.relaxed import EXACT, Relaxed, rule
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.text import Tokenizer
-from leapahead.drafters import cache_sections, registry
+from leapahead.drafters import cache_sections, registry, trained_heads
 from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.draft_models import given, names
 from leapahead.engine.request import Handle, Request
@@ -113,7 +113,7 @@ class LLM:
         self._chosen, self._acceptance = drafter, rule(acceptance) or EXACT
         backend = {name: options.pop(name) for name in loading.ENGINE_OPTIONS if name in options}
         backend |= {"engine": engine, "dtype": dtype, "device": device}
-        self._networks = {} if head is None else {"head": head}
+        self._networks = {} if head is None else {"head": trained_heads.lasting(head)}
         named = {} if draft is None else {"draft": names(draft)}
         if draft is None:  # which is loaded with them, too
             loading.check_loaded(model, dtype, device)

@@ -50,6 +50,21 @@ def parsed(head: Any) -> list[Path | None]:
     return folders
 
 
+def lasting(head: Any) -> Any:
+    """What an option names, with absolute folders: it means the same heads where the working directory has changed.
+
+    What `parsed` refuses stays as it is, as do the values of other drafters that have an option of this name.
+    """
+    if isinstance(head, (list, tuple)):
+        return [lasting(each) for each in head]
+    if isinstance(head, str) and len(names := apart(head)) > 1:
+        return [lasting(name) for name in names]
+    if not isinstance(head, (str, Path)) or not str(head).strip() or head in (OWN, loading.BUNDLED):
+        return head
+    folder = Path(str(head).strip()).expanduser()
+    return folder.absolute() if (folder / "config.json").is_file() else head
+
+
 @dataclass(frozen=True, eq=False)
 class TrainedHead:
     """A loaded head as what drafts. See `ForwardModel`."""
