@@ -245,6 +245,10 @@ def branches_within(sequence: SequenceView, budget: Budget) -> TokenTree:
     return TokenTree.from_paths(sequence.root, [[1], [2]], budget)
 
 
+def long_of(sequence: SequenceView, budget: Budget) -> TokenTree:
+    return TokenTree.chain(sequence.root, [1] * (budget.depth + 1))
+
+
 @pytest.mark.parametrize(
     ("able", "replays", "draft", "says"),
     [
@@ -252,6 +256,7 @@ def branches_within(sequence: SequenceView, budget: Budget) -> TokenTree:
         (("chain",), False, branches_of, "drafts of one path only"),
         (("chain",), True, branches_of, "drafts of one path only"),
         (("chain",), True, branches_within, ""),
+        (("chain",), False, long_of, r"beyond its budget of Budget\(.*leaves=1\)$"),
         (("chain", "tree"), False, branches_of, ""),
     ],
 )

@@ -153,7 +153,8 @@ class Running:
                 "needs = frozenset({'chain'}), and use drafter='plain'"
             )
         if not budget.allows(tree):
-            paths = f"; this step of {self.target.info.name} takes drafts of one path only" * (budget.leaves == 1)
+            is_branched = budget.leaves == 1 < tree.num_leaves
+            paths = f"; this step of {self.target.info.name} takes drafts of one path only" * is_branched
             raise DraftError(f"drafter {name!r} drafted beyond its budget of {budget}{paths}")
         return proposal
 
