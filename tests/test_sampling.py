@@ -908,6 +908,8 @@ def test_at_the_least_temperature_sampling_is_greedy_and_overflows_nowhere(kind:
         {"seed": 2**64 - 1},
         {"repetition_penalty": 0.01},
         {"presence_penalty": -2},
+        {"presence_penalty": 10**30},
+        {"frequency_penalty": 10**30},
         {"min_new_tokens": 0},
     ],
     ids=str,

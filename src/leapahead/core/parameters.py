@@ -133,7 +133,8 @@ def finite(name: str, value: Any) -> float:
     Raises:
         BadParameter: it is none.
     """
-    return within(name, value, -LARGEST, LARGEST, f"a finite number, at most {LARGEST:.2g} in size, as float32 is")
+    rule = f"a finite number, at most {LARGEST:.2g} in size, as float32 is"
+    return float(within(name, value, -LARGEST, LARGEST, rule))
 
 
 def number(value: Any) -> float | None:
