@@ -266,6 +266,7 @@ def test_what_cannot_be_divided_is_refused_by_name(toys: ParallelTarget) -> None
         ([], "devices names none of at least two devices"),
         ("cpu,,cpu", "name devices as 'cuda:0,cuda:1', or 'torchrun'"),
         ([0, 1], "name devices as"),
+        (2, "devices=2 is not possible: name devices as"),
     ],
 )
 def test_bad_names_of_devices(devices: Any, message: str) -> None:

@@ -64,6 +64,7 @@ def test_a_cache_of_its_own_size(tiny_folder: Path, tmp_path: Path) -> None:
         ({"dtype": "float8"}, "dtype 'float8'.*bfloat16"),
         ({"device": "gpu"}, "device 'gpu'.*cuda"),
         ({"device": "meta"}, "device 'meta'"),
+        ({"device": None}, "device 'None' is not possible"),
         ({"device": "cuda:7"}, "device 'cuda:7' is not there"),
     ],
 )

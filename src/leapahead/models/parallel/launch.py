@@ -42,8 +42,8 @@ def checked(devices: str | Sequence[str]) -> list[str]:
     Raises:
         BadParameter: fewer than two.
     """
-    names = devices.split(",") if isinstance(devices, str) else list(devices)
-    if not all(isinstance(name, str) and name.strip() for name in names):
+    names = devices.split(",") if isinstance(devices, str) else devices
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) and name.strip() for name in names):
         raise BadParameter(f"devices={devices!r} is not possible: name devices as 'cuda:0,cuda:1', or 'torchrun'")
     names = [name.strip() for name in names]
     if names != [TORCHRUN] and len(names) < 2:

@@ -41,7 +41,7 @@ def checked_device(device: str | torch.device) -> torch.device | str:
         return device
     try:
         found = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # the latter two of what is neither text nor a number
         raise BadParameter(f"device {str(device)!r} is not possible; {there}") from error
     if found.type not in KINDS:
         raise BadParameter(f"device {str(device)!r} is not possible; {there}")
