@@ -124,8 +124,8 @@ def test_options_that_are_not_possible_are_named(text: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (["-m", "b.gguf", "--copies", "4"], "--copies=4 can be set for an OpenVINO model only, not for 'b.gguf'"),
-        (["--precision", "f32"], "--precision='f32' can be set for an OpenVINO model only, not for 'bundled'"),
+        (["-m", "b.gguf", "--copies", "4"], "--copies=4 can be set for an OpenVINO model (--engine='openvino') only"),
+        (["--precision", "f32"], "--precision='f32' can be set for an OpenVINO model (--engine='openvino') only"),
         (["-m", "b.gguf(static=off)"], "static='off' can be set for a model of Transformers"),
         (["-m", "b.gguf", "-c", "5"], "--ctx-size=5 is not possible"),
         (

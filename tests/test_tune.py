@@ -400,7 +400,7 @@ def test_files_that_cannot_be_compared_are_refused_before_anything_is_measured(
         ((files[0], "model"), "model cannot be compared: give GGUF files"),
         ((files[0], files[0] + "(flash-attn=on)", files[0] + "(fa=on)"), "was given twice"),
         ((files[0], files[0] + "(thread=1)"), "No such option"),
-        ((files[0], files[0] + "(weights=int8)"), "can be set for an OpenVINO model only"),
+        ((files[0], files[0] + "(weights=int8)"), "can be set for an OpenVINO model (--engine='openvino') only"),
         ((files[0], "/nowhere/model.gguf"), "there is no file '/nowhere/model.gguf'"),
         ((files[0], str(broken)), "broken.gguf"),
         ((*files, "--table"), "--table is not possible where models are compared"),

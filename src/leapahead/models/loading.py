@@ -230,7 +230,7 @@ def _refuse_options(kind: str, model: Any, options: dict[str, Any], cache_tokens
     if wrong:
         kinds = {
             "llama.cpp": "a GGUF file",
-            "openvino": "an OpenVINO model",
+            "openvino": "an OpenVINO model (engine='openvino')",
             "transformers": "a model of Transformers given by name or folder",
         }
         owners = " or ".join(what for each, what in kinds.items() if wrong[0] in OPTIONS_OF[each])
