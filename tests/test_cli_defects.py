@@ -131,6 +131,10 @@ def test_invalid_utf_8_is_one_sentence(leapahead: Any, args: list[str], stdin: b
             "drafter 'speculative_sampling' is exact in distribution, not in text",
         ),
         (("bench", "--config", "draft_model:draft=/nowhere/draft"), "there is no folder '/nowhere/draft'"),
+        (("bench", "--config", "auto:nodes=x"), "--config auto:nodes=x is not possible: the value must be of type int"),
+        (("bench", "--config", "auto:nodes=1,nodes=2"), "--config auto:nodes=1 and --config auto:nodes=2 are the same"),
+        (("bench", "-t", "-1"), "--temperature=-1.0 is not possible"),
+        (("bench", "--acceptance", "typical"), "--acceptance='typical' is not possible"),
     ],
 )
 def test_drafters_that_are_not_possible_are_refused_before_the_model_is_loaded(
@@ -664,7 +668,7 @@ def test_transformers_is_quiet_where_it_only_loads_the_tokenizer(tmp_path: Path)
         (["-m", ""], "error: --model='' is not possible: give a hub name, a folder or a file, or 'bundled'"),
         (
             ["-m", "x.gguf", "--copies", "2"],
-            "error: --copies=2 can be set for an OpenVINO model only, not",
+            "error: --copies=2 can be set for an OpenVINO model (--engine='openvino') only, not",
         ),
     ],
 )

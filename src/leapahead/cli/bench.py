@@ -110,6 +110,7 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
 @option(
     "--acceptance",
     "rules",
+    argument="acceptance",
     multiple=True,
     metavar="RULE",
     group=MEASURED,
@@ -143,6 +144,7 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     "-t",
     "--temperature",
     "temperatures",
+    argument="temperature",
     type=float,
     multiple=True,
     default=(0.0, 1.0),
@@ -306,8 +308,9 @@ def configurations(names: Sequence[str], configs: Sequence[str], rules: Sequence
                 f"--config {text} is not possible: {broken[0]!r} must be KEY=VALUE, and a value with commas in quotes: "
                 'auto:sources="ngram,suffix"'
             )
+        name = name.strip()
         values: dict[str, Any] = {**dict.fromkeys(SHORTHANDS), "options": pairs}
-        found.append(Configuration(name.strip(), drafter_arguments(values, [name.strip()])))
+        found.append(Configuration(name, drafter_arguments(values, [name], f"--config {name}:")))
     for each in found:
         registry.make(each.drafter, **each.options)
     accepted = [rule(text) for text in rules] or [None]

@@ -365,8 +365,11 @@ def text_arguments(values: dict[str, Any]) -> Options:
     return cast(Options, {name: value for name, value in given.items() if value not in (None, ())})
 
 
-def drafter_arguments(values: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def drafter_arguments(values: dict[str, Any], names: Sequence[str], typed_as: str = "--option ") -> dict[str, Any]:
     """Options for the drafters `names`, removed from a command's values; each value has the type of its annotation.
+
+    Args:
+        typed_as: what stands before KEY=VALUE on the command line, for messages.
 
     Raises:
         BadParameter: no such drafter, a value of `--option` that is not KEY=VALUE or not of the option's type, or an
@@ -381,9 +384,9 @@ def drafter_arguments(values: dict[str, Any], names: Sequence[str]) -> dict[str,
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
         if not equals:
-            raise BadParameter(f"--option {pair} is not possible: it must be KEY=VALUE")
+            raise BadParameter(f"{typed_as}{pair} is not possible: it must be KEY=VALUE")
         if key in given:
-            raise BadParameter(f"{typed[key]} and --option {pair} are the same option; leave one out")
-        typed[key] = f"--option {pair}"
-        given[key] = value_of(key, text, known[key].annotation) if key in known else text
+            raise BadParameter(f"{typed[key]} and {typed_as}{pair} are the same option; leave one out")
+        typed[key] = f"{typed_as}{pair}"
+        given[key] = value_of(typed[key], text, known[key].annotation) if key in known else text
     return given

@@ -44,8 +44,11 @@ class Folder(HomePath):
         return super().convert(value, param, ctx)
 
 
-def value_of(key: str, text: str, annotation: Any) -> Any:
+def value_of(pair: str, text: str, annotation: Any) -> Any:
     """`text` in the type that a drafter's signature names.
+
+    Args:
+        pair: the option and its value as they were typed, for the message.
 
     Raises:
         BadParameter: it is not of that type.
@@ -58,8 +61,8 @@ def value_of(key: str, text: str, annotation: Any) -> Any:
                 return read(text)
             except ValueError:
                 continue
-    name = annotation.__name__ if isinstance(annotation, type) else annotation
-    raise BadParameter(f"--option {key}={text} is not possible: the value must be of type {name}")
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation).removesuffix(" | None")
+    raise BadParameter(f"{pair} is not possible: the value must be of type {name}")
 
 
 def _bool(text: str) -> bool:
