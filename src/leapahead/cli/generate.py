@@ -116,7 +116,7 @@ def generate(
         if not streamed:
             screen.show_text(result.text)
         if comparison is not None and not quiet:
-            _show(result, comparison)
+            _show(llm, result, comparison, options)
         elif not quiet:
             screen.say(screen.figures(result))
     if comparison is not None and not comparison.equal:
@@ -142,7 +142,7 @@ def demo(max_new_tokens: int, rounds: int, **values: Any) -> None:
     result = streamed_result(llm, DEMO, options)
     comparison = _compare(llm, DEMO, result, rounds, options)
     click.echo()
-    _show(result, comparison)
+    _show(llm, result, comparison, options)
     if not comparison.equal:
         raise Exit(DIFFERENT)
 
@@ -209,6 +209,7 @@ def _compare(llm: LLM, prompt: Any, result: Result, rounds: int, options: OneTex
         )
 
 
-def _show(result: Result, comparison: Comparison) -> None:
+def _show(llm: LLM, result: Result, comparison: Comparison, options: OneText) -> None:
     click.echo(screen.figures(result, comparison))
-    click.echo(screen.verdict(comparison, result.lossy))
+    same_text = llm.drafter.same_text or not options.get("temperature")
+    click.echo(screen.verdict(comparison, result.lossy, same_text))

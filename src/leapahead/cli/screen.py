@@ -197,20 +197,21 @@ def rates(stats: Stats) -> str:
     )
 
 
-def verdict(comparison: Comparison, lossy: str = "") -> str:
+def verdict(comparison: Comparison, lossy: str = "", same_text: bool = True) -> str:
     """One line: whether the text is that of plain decoding.
 
     Args:
         lossy: the relaxed rule that it was decoded with, if there was one.
+        same_text: whether the drafter is to give plain decoding's text, and not only its distribution.
     """
     if comparison.equal:
         return f"The text equals that of plain decoding, token for token ({len(comparison.plain.tokens)} tokens)."
+    differs = f"The text differs from that of plain decoding at token {comparison.first_difference}"
     if lossy:
-        return f"The text differs from that of plain decoding at token {comparison.first_difference}: {lossy} is lossy."
-    return (
-        f"The text differs from that of plain decoding at token {comparison.first_difference}; "
-        "`leapahead check` distinguishes a numeric tie from an error."
-    )
+        return f"{differs}: {lossy} is lossy."
+    if not same_text:
+        return f"{differs}: the drafter preserves the distribution of sampled texts, not each text."
+    return f"{differs}; `leapahead check` distinguishes a numeric tie from an error."
 
 
 def as_dict(llm: LLM, result: Result) -> dict[str, Any]:
