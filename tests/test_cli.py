@@ -16,9 +16,10 @@ from click.testing import CliRunner
 from leapahead import LLM, Piece
 from leapahead import drafters as registry
 from leapahead.bench import prompts
-from leapahead.cli import main
+from leapahead.bench.compare import Comparison
+from leapahead.cli import main, screen
 from leapahead.cli.command import Command, Group, name_options
-from leapahead.cli.drafters import arguments
+from leapahead.cli.drafters import arguments, describe
 from leapahead.cli.screen import TextWriter, show_text
 from leapahead.cli.typed import value_of
 from leapahead.core.errors import BadParameter
@@ -173,6 +174,16 @@ def test_compare(leapahead: Any, expected: Any) -> None:
     assert found["compare"]["low"] <= found["compare"]["ratio"] <= found["compare"]["high"]
 
 
+def test_compare_does_not_send_to_a_check_that_refuses_the_drafter() -> None:
+    """`leapahead check` refuses drafters that preserve the distribution only where texts are sampled."""
+    differs = Comparison([1.0], equal=False, plain=None, first_difference=3)  # type: ignore[arg-type]
+    assert "`leapahead check`" in screen.verdict(differs)
+    assert screen.verdict(differs, same_text=False) == (
+        "The text differs from that of plain decoding at token 3: the drafter preserves the distribution of sampled "
+        "texts, not each text."
+    )
+
+
 def broken_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps the first nodes of a tree instead of the path's, once prompts are read."""
     original = KVCache.keep
@@ -259,6 +270,11 @@ def test_drafters(leapahead: Any) -> None:
         assert all(option["meaning"] for option in drafter["options"])
 
 
+def test_a_drafter_without_a_docstring_has_no_summary_of_another_class() -> None:
+    """As no class has under `python -OO`: `inspect.getdoc` goes on to the base classes."""
+    assert describe(type("Silent", (SequenceDrafter,), {"name": "silent"}))["summary"] == ""
+
+
 def test_arguments_of_a_docstring() -> None:
     doc = (
         "One line.\n\nArgs:\n    a: first,\n        over two lines.\n    b (int): second: with a colon.\n\nRaises:\n  X"
@@ -269,7 +285,7 @@ def test_arguments_of_a_docstring() -> None:
 
 def test_the_type_of_an_option_is_named() -> None:
     with pytest.raises(BadParameter, match=r"--option length=x is not possible: the value must be of type int$"):
-        value_of("length", "x", int)
+        value_of("--option length=x", "x", int)
 
 
 def test_drafters_without_torch() -> None:
@@ -349,7 +365,7 @@ def test_search_layers(leapahead: Any, tmp_path: Path) -> None:
         (["generate", "x", "-W", "3"], "error: drafter 'auto' has no option --window"),
         (
             ["generate", "x", "-d", "lookahead", "-o", "window=wide"],
-            "error: --option window=wide is not possible: the value must be of type int | None",
+            "error: --option window=wide is not possible: the value must be of type int",
         ),
         (
             ["generate", "x", "-d", "lookahead", "-o", "prompt_ngrams=7"],

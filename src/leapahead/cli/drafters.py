@@ -58,7 +58,7 @@ def drafters(as_json: bool) -> None:
 
 def describe(drafter: DrafterClass) -> dict[str, Any]:
     """Name, summary, needs and options of a drafter class, from its signature and docstring."""
-    doc = inspect.getdoc(drafter) or ""
+    doc = (drafter.__doc__ and inspect.getdoc(drafter)) or ""
     meanings = arguments(doc)
     return {
         "name": drafter.name,
