@@ -574,7 +574,7 @@ def test_trainings_name_their_own_extra(
         (["--data", "{data}", "--layers", "1,x"], "--layers 1,x is not possible: give numbers of layers"),
         (["--data", "{data}", "--layers", ""], "--layers '' is not possible: give numbers of layers"),
         (["--data", "{data}", "--draft-vocab", "5000"], "--draft-vocab=5000 is not possible, since bundled has"),
-        (["--data", "{data}", "--layers", "1,2,9"], "the head reads the hidden states of layers 1, 2, 9"),
+        (["--data", "{data}", "--layers", "1,2,9"], "layers; give others, as --layers=I,J,K"),
         (["--data", "{data}", "--heads", "2"], "--heads 2 is not possible with eagle3"),
         (["--data", "{data}", "--kind", "hydra", "--ttt", "2"], "--ttt 2 is not possible with hydra"),
         (["--data", "{data}", "--steps", "2", "--minutes", "1"], "give either --minutes=1 or --steps=2, not both"),

@@ -248,7 +248,7 @@ def config_of(target: TrainingTarget, settings: Settings, size: int) -> HeadConf
         config = DFlashConfig(**common)
     else:
         config = EagleConfig(**common, bias=settings.kind == EAGLE)
-    config.layers_of(target.layers)  # refuses what the target does not have
+    config.layers_of(target.layers, "give others, as layers=I,J,K")  # refuses what the target does not have
     return config
 
 

@@ -53,10 +53,13 @@ class HeadConfig:
     decoder: Mapping[str, Any] | None = None
     target: str = ""
 
-    def layers_of(self, count: int) -> tuple[int, ...]:
+    def layers_of(self, count: int, remedy: str = "use a head that was trained for this target") -> tuple[int, ...]:
         """The hidden states that it reads of a target with `count` layers.
 
         EAGLE-3's own are the outputs of layers 2, L/2 and L - 3.
+
+        Args:
+            remedy: the end of the message where there are no such layers.
 
         Raises:
             BadParameter: the target has no such layers.
@@ -66,11 +69,9 @@ class HeadConfig:
         layers = self.layers or (2, count // 2, count - 3)
         named = f"the head reads the hidden states of layers {', '.join(map(str, layers))}"
         if max(layers) > count or min(layers) < LAST:
-            raise BadParameter(
-                f"{named}, and the target has {count} layers; use a head that was trained for this target"
-            )
+            raise BadParameter(f"{named}, and the target has {count} layers; {remedy}")
         if len(set(layers)) < len(layers):
-            raise BadParameter(f"{named}, of which one is named twice; use a head that reads each of them once")
+            raise BadParameter(f"{named}, of which one is named twice; {remedy}")
         return layers
 
 
