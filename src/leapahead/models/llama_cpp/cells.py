@@ -221,8 +221,8 @@ class Cells:
         drafting = max(1, context.n_seq_max // 2)  # sequences that can have a second id
         if context.shares_states and not context.saves_states and len(self.open) >= drafting:
             raise CacheFull(
-                f"{len(self.open)} sequences are open, and {context.n_seq_max} sequence ids are for no more, since the "
-                "state before a draft takes one too; close a sequence, or load the model with a larger n_seq_max"
+                f"{self._are_open()}, and n_seq_max={context.n_seq_max} is for no more, since the state "
+                "before a draft takes a sequence id too; close a sequence, or load the model with a larger n_seq_max"
             )
         reserved = sum(max(each.reserve - each.cells, 0) for each in self.open)
         self.make_room(min(track.reserve, self.context.n_ctx) - track.shared, what, reserved)
@@ -243,11 +243,14 @@ class Cells:
             self._free += [each for track in others for each in track.release_ids(keep=share - 1)]
         if not self._free:
             raise CacheFull(
-                f"{len(self.open)} sequences are open and all {self.context.n_seq_max} sequence ids are in use; "
+                f"{self._are_open()} and no sequence id of n_seq_max={self.context.n_seq_max} is left; "
                 f"close a sequence, or load the model with a larger n_seq_max (at most {MOST_SEQUENCES})"
             )
         self._free.remove(found := choice(self._free))
         return found
+
+    def _are_open(self) -> str:
+        return f"{len(self.open)} sequence{' is' if len(self.open) == 1 else 's are'} open"
 
     def _with_prefix(self, tokens: Sequence[int], owner: str) -> Track | None:
         """A track of what the owner's earlier texts have in common with `tokens`, if one has something.

@@ -48,8 +48,8 @@ class StateTrack(Track):
         elif not self.kept:
             if not self.context.saves_states:
                 raise CacheFull(
-                    f"all {self.context.n_seq_max} sequence ids are in use, and a draft needs one for the state before "
-                    "it; close a sequence, or load the model with a larger n_seq_max"
+                    f"no sequence id of n_seq_max={self.context.n_seq_max} is left, and a draft needs one for the "
+                    "state before it; close a sequence, or load the model with a larger n_seq_max"
                 )
             self.kept.append((read, self.context.save_state(self.main)))
 
