@@ -564,6 +564,14 @@ def test_a_prediction_as_text_is_encoded_by_the_given_tokenizer(llama: Any, toke
     assert stats[0].accepted == stats[2].accepted > 0 == stats[3].accepted
 
 
+def test_a_prediction_as_text_is_refused_where_transformers_keeps_the_tokenizer(llama: Any, tokenizer: Any) -> None:
+    inputs = encoded(tokenizer, "the cat")
+    with pytest.raises(BadParameter, match=r"keeps from custom_generate; call leapahead\.hf\.run with tokenizer="):
+        llama.generate(
+            **inputs, max_new_tokens=2, custom_generate=hf.generate, prediction=[None, "a"], tokenizer=tokenizer
+        )
+
+
 @pytest.mark.slow
 def test_stop_strings_at_every_offset(llama: Any, tokenizer: Any) -> None:
     """Strings that begin in one token and end inside another: half of them escape Transformers' assisted decoding."""

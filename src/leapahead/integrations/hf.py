@@ -287,4 +287,9 @@ def _predictions(given: Any, drafter: Drafter, kept: ModelEngine, rows: int) -> 
     """The prediction of each row."""
     if isinstance(given, Tensor):
         given = given.tolist()
+    if any(isinstance(each, str) for each in (given if isinstance(given, (list, tuple)) else [given])):
+        raise BadParameter(
+            "a prediction as text needs a tokenizer, which Transformers keeps from custom_generate; call "
+            "leapahead.hf.run with tokenizer=..., or give the prediction's token ids"
+        )
     return Inputs(kept.target.info, None, ()).predictions(given, rows, drafter)
