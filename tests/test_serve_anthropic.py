@@ -217,6 +217,7 @@ def test_a_form(client: anthropic.Anthropic) -> None:
         ({"stop_sequences": list("abcdefghijklmnopqrstuvwxyz" * 9)}, "stop_sequences", "234 are more than"),
         ({"mcp_servers": []}, "mcp_servers", "not supported"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type", "knows functions only"),
+        ({"tools": [{"type": "function", "function": {"name": "add"}}]}, "tools.0.type", "whose type is here 'custom'"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice", "not among the tools"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},
