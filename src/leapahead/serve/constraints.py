@@ -34,7 +34,7 @@ PARTS = (
     *("image_url", "input_audio", "video_url", "audio_url", "file", "image", "refusal", "input_image", "input_file"),
     *("document", "search_result", "redacted_thinking"),
 )
-FUNCTIONS = "this server knows functions only, whose type is here"
+ONLY_FUNCTIONS = "this server knows functions only, whose type is here"
 TOOLS = {"FunctionTool": "function", "Tool": "custom"}  # the only type of each
 REFUSED = {"CompletionRequest": GENERATION, "ChatRequest": GENERATION}
 REFUSED |= dict.fromkeys(MESSAGES, MESSAGE | OF_OTHERS)
@@ -82,7 +82,7 @@ def given(kind: str, data: Any, required: Set[str]) -> Any:
     if kind in ("TextPart", "InputTextPart", "TextBlock") and data.get("type") in PARTS:
         raise refusal("type", f"content of type {data['type']!r} {NOT_HERE}")
     if kind in TOOLS and (data.get("type") or TOOLS[kind]) != TOOLS[kind]:
-        raise refusal("type", f"a tool of type {data['type']!r} is not possible; {FUNCTIONS} {TOOLS[kind]!r}")
+        raise refusal("type", f"a tool of type {data['type']!r} is not possible; {ONLY_FUNCTIONS} {TOOLS[kind]!r}")
     if kind == "ResponsesRequest" and data.get("store") is True:
         raise refusal("store", "store=true is not possible: the server keeps no responses; leave it out")
     if kind in ("CompletionRequest", "ChatRequest"):
