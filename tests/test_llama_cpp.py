@@ -456,7 +456,7 @@ def test_the_last_cell_is_used_and_drafts_shrink_before_it() -> None:
 def test_too_many_sequences_are_refused_by_name() -> None:
     target = load(n_seq_max=2)
     sessions = [target.open(PROMPT[i:], GREEDY) for i in range(2)]
-    with pytest.raises(CacheFull, match=r"all 2 sequence ids are in use.*n_seq_max"):
+    with pytest.raises(CacheFull, match=r"no sequence id of n_seq_max=2 is left"):
         target.open(PROMPT, GREEDY)
     sessions[0].close()
     target.open(PROMPT, GREEDY)

@@ -221,7 +221,7 @@ def test_what_is_impossible_is_refused_by_name(target: SeparateLlamaCppTarget) -
     with pytest.raises(BadParameter, match=r"with branches is not possible.*kv_unified=False"):
         target.step([session], [TokenTree([319, 5, 6], [-1, 0, 0])])
     others = [opened(target, PROMPT) for _ in range(5)]
-    with pytest.raises(CacheFull, match="all 6 sequence ids are in use"):
+    with pytest.raises(CacheFull, match="no sequence id of n_seq_max=6 is left"):
         target.open(PROMPT, GREEDY)
     row = target.step([session], [chain(session, 0)])[0].logits[0]  # nothing was lost
     np.testing.assert_allclose(row, alone(PROMPT), atol=1e-4)
