@@ -289,7 +289,7 @@ bench-serving: $(WITH_LLAMA) $(WITH_OPENVINO) $(foreach cost,135m 1b,$(STANDINS)
 	$(call BESIDE_SERVER,1b-bf16) $(LARGE) --out docs/bench/serving/1b-bf16.json
 	$(BIN)/python tools/docs.py
 
-# Its table of chats alone, in half an hour. The records of another processor have names of their own: SUFFIX=-avx2.
+# Its table of chats alone, in a quarter of an hour. The records of another processor have names of their own: SUFFIX=-avx2.
 CHATS := --workload chat --concurrent 1 --concurrent 4 --rounds 3
 SUFFIX ?=
 SMALL_CHATS = $(call BESIDE_SERVER,$(1)) $(3) $(CHATS) --requests 8 --out docs/bench/serving/$(2)-chat$(SUFFIX).json

@@ -670,12 +670,25 @@ def test_transformers_is_quiet_where_it_only_loads_the_tokenizer(tmp_path: Path)
             ["-m", "x.gguf", "--copies", "2"],
             "error: --copies=2 can be set for an OpenVINO model (--engine='openvino') only, not",
         ),
+        (
+            ["-m", "x.gguf", "--engine", "openvino", "-c", "300"],
+            "error: --ctx-size=300 can be set for a GGUF file only, not for 'x.gguf' under OpenVINO",
+        ),
+        (["--cache-tokens", "1"], "error: --cache-tokens=1 is not possible"),
+        (["-m", "x.gguf", "--cache-tokens", "99"], "error: --cache-tokens=99 is for Transformers and OpenVINO models"),
     ],
 )
 def test_refusals_name_the_options(leapahead: Any, args: list[str], sentence: str) -> None:
     result = leapahead("generate", "x", *args)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines()[-1].startswith(sentence)
+
+
+def test_the_kv_cache_is_bounded(leapahead: Any, tiny_folder: Path) -> None:
+    more = ("--cache-tokens", "64", "--max-new-tokens", "100", "--ignore-eos", "--json")
+    found = json.loads(leapahead("generate", PROMPT, "-m", str(tiny_folder), *more).stdout)
+    assert found["finish_reason"] == "length"
+    assert 40 < len(found["tokens"]) < 64
 
 
 def test_our_warnings_are_one_line_and_others_are_discarded(leapahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 SENTENCE = 200  # characters of the longest first sentence of a help text
 # Options of vLLM and llama.cpp that no similar name here would lead to the right one.
 OTHER_NAMES = {
-    **dict.fromkeys(("--max-model-len", "--gpu-memory-utilization"), ("--ctx-size",)),
+    **dict.fromkeys(("--max-model-len", "--gpu-memory-utilization"), ("--cache-tokens", "--ctx-size")),
     **dict.fromkeys(("--max-num-seqs", "--parallel"), ("--max-batch",)),
     **dict.fromkeys(("--max-num-batched-tokens", "--batch-size", "--ubatch-size"), ("--prefill-chunk",)),
     **dict.fromkeys(("--n-predict", "--predict", "--max-tokens"), ("--max-new-tokens",)),

@@ -124,6 +124,14 @@ LOADING: tuple[Option, ...] = (
     DEVICES,
     TRUST_REMOTE_CODE,
     EXACT,
+    option(
+        "--cache-tokens",
+        type=int,
+        metavar="N",
+        group=MODEL_GROUP,
+        show_default="by the free memory",
+        help="Greatest number of tokens in the KV cache, all texts together; of a GGUF file, --ctx-size says it.",
+    ),
     *OF_TRANSFORMERS,
     option(
         "-c",
@@ -353,7 +361,7 @@ def loading_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The same without the model."""
     common = ("engine", "dtype", "device", "trust_remote_code", "exact")
     found = {name: values.pop(name) for name in common if name in values}
-    backend = {name: values.pop(name) for name in ENGINE_OPTIONS if name in values}
+    backend = {name: values.pop(name) for name in (*ENGINE_OPTIONS, "cache_tokens") if name in values}
     if backend.get("flash_attn") is not None:
         backend["flash_attn"] = backend["flash_attn"] == "on"
     return {**found, **{name: value for name, value in backend.items() if value is not None}}

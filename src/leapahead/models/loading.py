@@ -234,8 +234,8 @@ def _refuse_options(kind: str, model: Any, options: dict[str, Any], cache_tokens
             "transformers": "a model of Transformers given by name or folder",
         }
         owners = " or ".join(what for each, what in kinds.items() if wrong[0] in OPTIONS_OF[each])
-        is_named = model is None or isinstance(model, (str, Path))
-        what = repr(BUNDLED if model is None else model) if is_named else "a loaded one"
+        what = repr(model or BUNDLED) if isinstance(model, (str, Path, type(None))) else "a loaded one"
+        what += " under OpenVINO" if kind == "openvino" else ""  # which a GGUF file may be, too
         given = ", ".join(f"{name}={options[name]!r}" for name in wrong)
         raise BadParameter(f"{given} can be set for {owners} only, not for {what}")
     if cache_tokens is not None and kind in ("llama.cpp", "target"):
