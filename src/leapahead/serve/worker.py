@@ -213,15 +213,9 @@ class Worker:
             for prompt in job.prompts:
                 stop = StopParams(max_new_tokens=len(prompt))  # with a token behind it, since the last is not drafted
                 request = Request(
-                    prompt[:1],
-                    drafter,
-                    stop=stop,
-                    prediction=prompt[1:],
-                    logprobs=job.scored,
-                    owner=job.owner,
+                    prompt[:1], drafter, stop=stop, prediction=prompt[1:], logprobs=job.scored, owner=job.owner
                 )
-                batch.handles += await self.llm.submit(request, [request.sampling], notify)
-            self._check_time(batch)
+                await self._add(batch, request, [request.sampling], notify)
             await self._ended(changed, batch)
             return [
                 [TokenLogprobs(prompt[0], 0.0, ()), *handle.logprobs[: len(prompt) - 1]]
@@ -251,12 +245,18 @@ class Worker:
         try:
             requests = await asyncio.to_thread(self._requests, job, stream) if job.length else []
             for request, sampling in requests:
-                batch.handles += await self.llm.submit(request, sampling, notify)
-            self._check_time(batch)
+                await self._add(batch, request, sampling, notify)
         except BaseException:
             self._end(batch, job)
             raise
         return batch
+
+    async def _add(
+        self, batch: Batch, request: Request, sampling: list[SamplingParams], notify: Callable[[], None]
+    ) -> None:
+        self._check_time(batch)  # of what is late, nothing is decoded
+        batch.handles += await self.llm.submit(request, sampling, notify)
+        self._check_time(batch)
 
     def _requests(self, job: Job, stream: bool) -> list[tuple[Request, list[SamplingParams]]]:
         cache = self._cache(job.owner)
