@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -244,6 +245,14 @@ def test_held_out_texts_are_not_trained_on() -> None:
     assert not {tuple(text.prompt) for text in held_out} & {tuple(text.prompt) for text in trained}
     with pytest.raises(LeapaheadError, match="all 2 texts are answers to held-out prompts; give more prompts"):
         texts.divide([some[0], some[0]], 0.3, seed=1)
+
+
+def test_texts_of_prompts_that_are_only_evaluated_are_not_trained_on() -> None:
+    some = texts_of(model_of(), 4)
+    with pytest.warns(UserWarning, match="1 of 4 texts are not trained on, since their prompts are among those"):
+        assert texts.without(some, [replace(some[2], index=0, answer=[1, 2])]) == [*some[:2], some[3]]
+    with warnings.catch_warnings(action="error"):
+        assert texts.without(some, []) == some
 
 
 # ------------------------------------------------------------------------------------------------- hidden states

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from time import process_time
@@ -163,6 +164,19 @@ def test_a_state_in_the_modules_survives_others_that_run_the_model() -> None:
         if len(handle.tokens) == 6:
             model.generate(torch.tensor([PROMPT]), max_new_tokens=2)
     assert handle.tokens == expected
+
+
+@pytest.mark.slow
+def test_two_threads_run_one_model_whose_state_is_in_its_modules() -> None:
+    """Each with a target of its own, as two LLMs of one loaded model have."""
+    targets = [build("recurrent_gemma")]
+    targets.append(TransformersTarget(targets[0].model))
+    prompts = PROMPT[:9], PROMPT[3:]
+    expected = [run(targets[0], None, prompt).tokens for prompt in prompts]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(5):
+            found = pool.map(lambda target, prompt: run(target, None, prompt).tokens, targets, prompts)
+            assert list(found) == expected
 
 
 @pytest.mark.slow

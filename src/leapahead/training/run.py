@@ -159,6 +159,7 @@ def gathered(
         what, known = wish.data.stem, prompts[wish]
         written = texts.write(llm, wish, folder.evaluation(what), watch.progress, f"texts of {what}", known)
         sets[what] = [text for text in written if len(text.answer) >= texts.LEAST]
+    found = texts.without(found, [text for each in sets.values() for text in each])
     return *texts.divide(usable(found), settings.held_out, settings.seed), sets
 
 

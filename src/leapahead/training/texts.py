@@ -172,6 +172,20 @@ def digest_of(texts: Sequence[Text]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
+def without(found: Sequence[Text], evaluated: Sequence[Text]) -> list[Text]:
+    """The texts whose prompts are not among those of texts that are evaluated only; a warning tells of the others."""
+    prompts = {tuple(text.prompt) for text in evaluated}
+    kept = [text for text in found if tuple(text.prompt) not in prompts]
+    if left_out := len(found) - len(kept):
+        warnings.warn(
+            f"{left_out} of {len(found)} texts are not trained on, since their prompts are among those that are only "
+            "evaluated",
+            UserWarning,
+            stacklevel=2,
+        )
+    return kept
+
+
 def divide(texts: Sequence[Text], held_out: float, seed: int) -> tuple[list[Text], list[Text]]:
     """The texts to train on, and the held-out ones; without those that are too short to train on.
 

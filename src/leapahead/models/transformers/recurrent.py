@@ -11,12 +11,14 @@ import copy
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from leapahead.core.forks import Mutex
 from leapahead.core.tree import TokenTree
 from leapahead.models.base import LOGITS
 from leapahead.models.transformers.arguments import accepts, cache_name, returned_cache
@@ -53,6 +55,10 @@ class NativeState:
         self.memory = self.outputs = None
 
 
+# Of models that keep the state in their modules: the right to run them, for all targets of a model in all threads.
+RUNNING: WeakKeyDictionary[Any, Mutex] = WeakKeyDictionary()
+
+
 class NativeExecutor:
     """One token at a time, one forward a session.
 
@@ -69,6 +75,7 @@ class NativeExecutor:
         self.config = config
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.shared = shared
+        self._turn = RUNNING.setdefault(model, Mutex()) if shared else Mutex()
         self.owner: NativeState | None = None
         self._left: list[Tensor] = []  # in the modules, by the last forward of the owner
         self.few_logits = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
@@ -81,8 +88,9 @@ class NativeExecutor:
         """All tokens but the last in one forward, whatever `count` is; logits of the last one read."""
         assert not layers, "this target has no hidden states"
         tokens, state.length, state.outputs = state.tokens[:-1], 0, None
-        self._begin(state)
-        outputs = self._read(state, tokens)
+        with self._turn:
+            self._begin(state)
+            outputs = self._read(state, tokens)
         state.length = len(tokens)
         return outputs
 
@@ -106,9 +114,10 @@ class NativeExecutor:
         for state, tree in zip(states, trees, strict=True):
             assert len(tree) == 1, "this target takes no drafts"
             if state.outputs is None:  # a root that was read already cannot be read twice
-                if self._lost(state):
-                    self._read_again(state)
-                state.outputs = self._read(state, [int(tree.tokens[0])], layers)
+                with self._turn:
+                    if self._lost(state):
+                        self._read_again(state)
+                    state.outputs = self._read(state, [int(tree.tokens[0])], layers)
             found.append(state.outputs)
         return found
 
