@@ -268,25 +268,38 @@ bench-batch: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/135m-$
 # Our server beside llama.cpp's, for docs/research/serving.md: an hour by estimate. LLAMA_BIN has llama-server, built from
 # the same llama.cpp.
 BESIDE_SERVER = $(BIN)/python -m research serving $(STANDINS)/$(1).gguf --llama-server $(LLAMA_BIN)/llama-server --data $(DATA)
-FEW := --concurrent 1 --concurrent 4 --requests 8 --rounds 2
-MANY := --concurrent 16 --requests 16 --rounds 2
+# Where several requests come at a time, a pass has so many that most of it is decoded with all places taken.
+ONE := --concurrent 1 --requests 8 --rounds 3
+ASKED := --workload gsm8k --workload chat
+EDITS := --workload edit
 LARGE := --concurrent 1 --concurrent 4 --requests 4 --max-tokens 48 --rounds 2
-EDITS := --workload edit --max-tokens 192
 ON_OPENVINO := --serve-option --engine=openvino
+SERVED = $(call BESIDE_SERVER,$(1)) $(3) $(4) --out docs/bench/serving/$(2)$(5).json
 define SMALL_SERVED
-	$(call BESIDE_SERVER,$(1)) $(3) $(FEW) --out docs/bench/serving/$(2).json
-	$(call BESIDE_SERVER,$(1)) $(3) $(MANY) --out docs/bench/serving/$(2)-16.json
-	$(call BESIDE_SERVER,$(1)) $(3) $(FEW) $(EDITS) --out docs/bench/serving/$(2)-edits.json
-	$(call BESIDE_SERVER,$(1)) $(3) $(MANY) $(EDITS) --out docs/bench/serving/$(2)-edits-16.json
+	$(call SERVED,$(1),$(2),$(3),$(ASKED) $(ONE),)
+	$(call SERVED,$(1),$(2),$(3),$(ASKED) --concurrent 4 --requests 24 --rounds 3,-4)
+	$(call SERVED,$(1),$(2),$(3),$(ASKED) --concurrent 16 --requests 40 --rounds 3,-16)
+	$(call SERVED,$(1),$(2),$(3),$(EDITS) $(ONE),-edits-64)
+	$(call SERVED,$(1),$(2),$(3),$(EDITS) --concurrent 4 --requests 20 --rounds 3,-edits-64-4)
+	$(call SERVED,$(1),$(2),$(3),$(EDITS) --concurrent 16 --requests 27 --rounds 2,-edits-64-16)
+	$(call SERVED,$(1),$(2),$(3),$(EDITS) --max-tokens 192 $(ONE),-edits)
+	$(call SERVED,$(1),$(2),$(3),$(EDITS) --max-tokens 192 --concurrent 4 --requests 20 --rounds 3,-edits-4)
+	$(call SERVED,$(1),$(2),$(3),$(EDITS) --max-tokens 192 --concurrent 16 --requests 27 --rounds 2,-edits-16)
+endef
+define LARGE_SERVED
+	$(call SERVED,$(1),$(2),$(3),$(LARGE),)
+	$(call SERVED,$(1),$(2),$(3),$(EDITS) --max-tokens 96 --concurrent 1 --requests 6 --rounds 2,-edits)
+	$(call SERVED,$(1),$(2),$(3),$(EDITS) --max-tokens 96 --concurrent 4 --requests 16 --rounds 2,-edits-4)
+	$(call SERVED,$(1),$(2),$(3),--max-tokens 64 --concurrent 16 --requests 24 --rounds 2,-16)
 endef
 .PHONY: bench-serving
 bench-serving: $(WITH_LLAMA) $(WITH_OPENVINO) $(foreach cost,135m 1b,$(STANDINS)/$(cost)-bf16.gguf $(STANDINS)/$(cost)-q8_0.gguf)
 	$(call SMALL_SERVED,135m-q8_0,135m-q8_0)
 	$(call SMALL_SERVED,135m-q8_0,135m-q8_0-openvino,$(ON_OPENVINO))
 	$(call SMALL_SERVED,135m-bf16,135m-bf16)
-	$(call BESIDE_SERVER,1b-q8_0) $(LARGE) --out docs/bench/serving/1b-q8_0.json
-	$(call BESIDE_SERVER,1b-q8_0) $(LARGE) $(ON_OPENVINO) --out docs/bench/serving/1b-q8_0-openvino.json
-	$(call BESIDE_SERVER,1b-bf16) $(LARGE) --out docs/bench/serving/1b-bf16.json
+	$(call LARGE_SERVED,1b-q8_0,1b-q8_0)
+	$(call LARGE_SERVED,1b-q8_0,1b-q8_0-openvino,$(ON_OPENVINO))
+	$(call LARGE_SERVED,1b-bf16,1b-bf16)
 	$(BIN)/python tools/docs.py
 
 # Its table of chats alone, in a quarter of an hour. The records of another processor have names of their own: SUFFIX=-avx2.
@@ -331,6 +344,15 @@ bench-openvino: $(WITH_LLAMA) $(WITH_OPENVINO) $(call SIDES_OF,135m) $(call SIDE
 	$(if $(VLLM_PYTHON),$(foreach cost,135m 1b,$(call BESIDE,vllm-$(cost)) -m $(STANDINS)/$(cost)-bf16 -t 0 \
 		--peer vllm:python=$(VLLM_PYTHON) --task humaneval=2 --task gsm8k=2 --max-new-tokens 48 &&) true)
 	$(BIN)/python tools/docs.py
+
+# What docs/research/openvino.md shows of gains in the times of forwards alone, in half an hour.
+.PHONY: bench-limits
+bench-limits: $(WITH_LLAMA) $(WITH_OPENVINO) $(call SIDES_OF,135m) $(call SIDES_OF,1b) $(WITH_EDITS)/edits.jsonl
+	$(call LIMITS,135m) --task spec_bench=1 --max-new-tokens 96
+	$(call LIMITS,1b) --task spec_bench/translation=2 --task spec_bench/qa=2 --max-new-tokens 64
+	$(BIN)/python tools/docs.py
+LIMITS = $(BIN)/python -m research limits $(call SIDES_OF,$(1)) --data $(WITH_EDITS) \
+	--task humaneval=4 --task gsm8k=4 --task edits=4 --out docs/bench/openvino/limits-$(1).json
 
 # What docs/research/openvino.md shows of a processor without AVX-512: a quarter of an hour.
 FORMS_OF_1B = $(foreach kind,q8_0 q4_0,-m $(STANDINS)/1b-$(kind).gguf -m "$(STANDINS)/1b-$(kind).gguf(engine=openvino)")

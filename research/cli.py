@@ -35,6 +35,7 @@ COMMANDS = {  # name -> where it is, and what it does
     "hybrid-gguf": ("research.hybrid_gguf:main", "Write a stand-in in a hybrid's shapes as a GGUF file."),
     "llama-bench": ("research.llama_bench:main", "Compare the llama.cpp target with llama.cpp's own programs."),
     "curve": ("research.curve:main", "Draw T(n) of GGUF files for every n, under builds and options of llama.cpp."),
+    "limits": ("research.limits:main", "Compute what drafts gain in the measured times of forwards."),
     "switching": ("research.switching:main", "Measure steps after steps of the same size and of another."),
     "prompt-rows": ("research.prompt_rows:main", "Measure what prompts' forwards tell drafters, and its price."),
     "systems": ("research.systems.command:main", "Measure every system of the literature, each by its own command."),

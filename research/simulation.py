@@ -7,7 +7,7 @@ noise, stretched by the load. Nothing of it needs a model.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp
 from threading import RLock
@@ -387,15 +387,18 @@ class Stored(ProfileStore):
         return True
 
 
-class Right(LatencyProfiles):
-    """Knows the true curve."""
+class Fixed(LatencyProfiles):
+    """Knows what forwards take, and learns nothing.
 
-    def __init__(self, world: World) -> None:
-        super().__init__(Target(world).info, Stored(None), lambda: world.now)
-        first = world.case.sequences
-        bucket, prepared = BUCKETS.get(world.case.curve, 1), PREPARED.get(world.case.curve, 0)
-        seconds = {n: world.seconds(n) for n in range(first, len(world.relative)) if n == first or n % bucket == 0}
-        self.right = LatencyProfile(seconds, fixed=True, bucket=bucket, prepared=prepared)
+    Args:
+        info: of the target.
+        seconds: of a forward by its rows.
+        now: gives the time in seconds.
+    """
+
+    def __init__(self, info: TargetInfo, seconds: Mapping[int, float], now: Callable[[], float]) -> None:
+        super().__init__(info, Stored(None), now)
+        self.right = LatencyProfile(seconds, fixed=True, bucket=info.bucket, prepared=info.prepared)
 
     def prepare(self, target: Any) -> bool:
         return False
@@ -405,6 +408,15 @@ class Right(LatencyProfiles):
 
     def known(self, sequences: int) -> LatencyProfile:
         return self.right
+
+
+class Right(Fixed):
+    """Knows the true curve."""
+
+    def __init__(self, world: World) -> None:
+        info, first = Target(world).info, world.case.sequences
+        sizes = (n for n in range(first, len(world.relative)) if n == first or n % info.bucket == 0)
+        super().__init__(info, {n: world.seconds(n) for n in sizes}, lambda: world.now)
 
 
 def start(world: World, target: Target, kind: str) -> LatencyProfiles:

@@ -19,6 +19,7 @@ import cascades
 import claims
 import click
 import exact
+import gains
 import headline
 import inside_vllm
 import long_contexts
@@ -472,6 +473,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     **benches.blocks(table),
     **inside_vllm.blocks(table),
     **server_benches.blocks(table),
+    **gains.blocks(table),
     **several_devices.blocks(table),
     **steps.blocks(table),
     **long_contexts.blocks(table),
