@@ -38,7 +38,8 @@ from research.simulation import Fixed
 
 SIZES = (*range(1, 17), 20, 24, 32, 48, 64)  # rows
 SHOWN = (4, 8, 16)
-CONTEXT, REPEATS = 300, 3  # tokens; forwards of one size in a row, of which the first is not counted
+CONTEXT, REPEATS = 300, 4  # tokens; forwards of one size in a row, of which the first is not counted
+WARM_UP = 6  # plain steps of a target before its sizes are measured: it has been idle while others had their turn
 TEMPERATURES = (0.0, 1.0)
 TOTAL = "all"
 
@@ -65,6 +66,8 @@ def times(targets: Mapping[str, Target], rounds: int, progress: Progress) -> dic
         for done in range(rounds):
             for index, (name, target) in enumerate(targets.items()):
                 progress(name, done * len(targets) + index, rounds * len(targets))
+                for _ in range(WARM_UP):
+                    _step(target, *sessions[name], 1)
                 for n, seconds in found[name].items():
                     seconds += [_step(target, *sessions[name], n) for _ in range(REPEATS)][1:]
     return {name: {n: median(seconds) for n, seconds in each.items()} for name, each in found.items()}
