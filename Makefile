@@ -265,7 +265,7 @@ bench-batch: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/135m-$
 		--max-new-tokens 64 --out docs/bench/batch $(RESUME)
 	$(BIN)/python tools/docs.py
 
-# Our server beside llama.cpp's, for docs/research/serving.md: an hour by estimate. LLAMA_BIN has llama-server, built from
+# Our server beside llama.cpp's, for docs/research/serving.md: three hours by estimate. LLAMA_BIN has llama-server, built from
 # the same llama.cpp.
 BESIDE_SERVER = $(BIN)/python -m research serving $(STANDINS)/$(1).gguf --llama-server $(LLAMA_BIN)/llama-server --data $(DATA)
 # Where several requests come at a time, a pass has so many that most of it is decoded with all places taken.
