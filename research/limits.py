@@ -124,6 +124,7 @@ def gains(loaded: loading.Loaded, sets: Sequence[tasks.Task], known: Times, buck
             ours = Ours("auto", loaded.target, loaded.tokenizer, "auto", {}, clock.latency)
             with closing(ours):
                 for task in sets:
+                    ours.begin_round()  # as a bench does: `edits` has prompts of `humaneval`
                     prompts = tasks.encoded(task, loaded, most)
                     setting = Setting(temperature, 1, most, ends, 1, tasks.predicted(task, loaded))
                     began = clock.now
