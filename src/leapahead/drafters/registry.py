@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -52,6 +53,7 @@ NEEDING = (
 )
 
 MOST = 2**24  # of whole numbers in the options of this package's drafters: more than any context or draft needs
+FEW = 3  # drafters that a message names as those that have an option
 A_CLASS = "a drafter must be a name or a class, got"
 DrafterClass = type[Drafter] | type[SequenceDrafter]
 
@@ -107,9 +109,19 @@ def check_options(drafter: DrafterClass, given: Iterable[str]) -> None:
     for option in given:
         if option not in known:
             raise BadParameter(
-                f"drafter {drafter.name!r} has no option {option!r}{meant(option, known)}; "
+                f"drafter {drafter.name!r} has no option {option!r}{_whose(option) or meant(option, known)}; "
                 + (f"it has {', '.join(known)}" if known else "it has none")
             )
+
+
+def _whose(option: str) -> str:
+    """Which built-in drafters have an option, in parentheses; "" where none has, or many have."""
+    found = []
+    for name in BUILT_IN:
+        with suppress(ImportError):  # of a package that is not installed
+            if option in options(load(name)):
+                found.append(name)
+    return f" (an option of {', '.join(found)})" if 0 < len(found) <= FEW else ""
 
 
 def kind_of(drafter: str | DrafterClass) -> DrafterClass:
