@@ -156,7 +156,8 @@ def ratio(row: Data, fastest: float, temperature: float, task: str = TOTAL) -> f
     """How many times as fast as plain decoding with steps of `fastest` seconds `auto` is, all texts together."""
     some = [each for each in row["gains"] if each["temperature"] == temperature and task in (TOTAL, each["task"])]
     seconds: float = sum(each["seconds"] for each in some)
-    return fastest * sum(each["tokens"] for each in some) / seconds
+    tokens: int = sum(each["tokens"] for each in some)
+    return fastest * tokens / seconds
 
 
 def cells(row: Data, fastest: float) -> list[str]:
