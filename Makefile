@@ -325,23 +325,23 @@ bench-hybrid: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/hybri
 		--task gsm8k=5 --max-new-tokens 96 --out docs/bench/hybrid $(RESUME)
 	$(BIN)/python tools/docs.py
 
-# What docs/research/openvino.md shows: OpenVINO beside llama.cpp, each with the same types of weights; an hour. The
+# What docs/research/openvino.md shows: OpenVINO beside llama.cpp, each with the same types of weights; an hour and a half. The
 # prompts lie in one folder, with simulated edits of the stand-in's own texts.
 OPENVINO_PEERS := --peer openvino-genai --peer openvino-prompt-lookup $(LOOKUP) \
 	$(if $(LLAMA_BIN),--peer $(SIMPLE)$(COMMA)type=ngram-simple)
-SIDES = $(foreach kind,bf16 int8 int4,-m $(STANDINS)/$(1)-openvino-$(kind)) \
-	$(foreach kind,bf16 q8_0 q4_0,-m $(STANDINS)/$(1)-$(kind).gguf)
 SIDES_OF = $(foreach kind,bf16 int8 int4,$(STANDINS)/$(1)-openvino-$(kind)) \
 	$(foreach kind,bf16 q8_0 q4_0,$(STANDINS)/$(1)-$(kind).gguf)
 WITH_EDITS := build/with-edits
-BESIDE = $(PAIRS) --data $(WITH_EDITS) --out docs/bench/openvino/$(1) $(RESUME)
+BESIDE = $(PAIRS) --data $(WITH_EDITS) --out docs/bench/openvino/$(1)
+# The two types of each width take turns. All six together would not fit into the memory of small machines.
+BESIDE_BY_WIDTH = resume=$(RESUME); for types in bf16:bf16 int8:q8_0 int4:q4_0; do $(call BESIDE,$(1)) --together $$resume \
+	-m $(STANDINS)/$(1)-openvino-$${types%:*} -m $(STANDINS)/$(1)-$${types\#*:}.gguf $(OPENVINO_PEERS) \
+	--task humaneval=4 --task gsm8k=4 --task edits=4 $(2) || exit 1; resume=--resume; done
 .PHONY: bench-openvino
 bench-openvino: $(WITH_LLAMA) $(WITH_OPENVINO) $(call SIDES_OF,135m) $(call SIDES_OF,1b) $(WITH_EDITS)/edits.jsonl
-	$(call BESIDE,1b) $(call SIDES,1b) $(OPENVINO_PEERS) --task humaneval=4 --task gsm8k=4 --task edits=4 \
-		--task spec_bench/translation=2 --task spec_bench/qa=2 --max-new-tokens 64
-	$(call BESIDE,135m) $(call SIDES,135m) $(OPENVINO_PEERS) --task humaneval=4 --task gsm8k=4 --task edits=4 \
-		--task spec_bench=1 --max-new-tokens 96
-	$(if $(VLLM_PYTHON),$(foreach cost,135m 1b,$(call BESIDE,vllm-$(cost)) -m $(STANDINS)/$(cost)-bf16 -t 0 \
+	$(call BESIDE_BY_WIDTH,1b,--task spec_bench/translation=2 --task spec_bench/qa=2 --max-new-tokens 64)
+	$(call BESIDE_BY_WIDTH,135m,--task spec_bench=1 --max-new-tokens 96)
+	$(if $(VLLM_PYTHON),$(foreach cost,135m 1b,$(call BESIDE,vllm-$(cost)) $(RESUME) -m $(STANDINS)/$(cost)-bf16 -t 0 \
 		--peer vllm:python=$(VLLM_PYTHON) --task humaneval=2 --task gsm8k=2 --max-new-tokens 48 &&) true)
 	$(BIN)/python tools/docs.py
 

@@ -19,6 +19,7 @@ from leapahead.bench.contender import Configuration, Contender, Pass, Setting, T
 from leapahead.bench.plan import Model, Plan
 from leapahead.cli import main
 from leapahead.cli.bench_models import model_of
+from leapahead.core.errors import LeapaheadError
 from leapahead.models import loading
 from leapahead.models.loading import Loaded
 from leapahead.models.openvino.options import MODEL as OPENVINO_FILE
@@ -316,6 +317,70 @@ def test_peers_run_beside_the_first_form_with_its_number_of_threads(tmp_path: Pa
     runner.run(plan, kept, load=lambda model, plan: Loaded(ToyTarget(), Letters(), ()))
     assert entered == [("b.gguf", 1)]
     assert [row["drafter"] for row in kept.rows] == ["plain", "peer:other", "plain"]
+
+
+def together(models: list[Model], peers: Any = ()) -> Plan:
+    return Plan(
+        tasks=CHAT[:1],
+        models=models,
+        configurations=[],
+        peers=peers,
+        temperatures=[0.0],
+        rounds=1,
+        max_new_tokens=4,
+        together=True,
+    )
+
+
+def test_models_that_are_measured_together_take_turns_and_each_has_its_peers(tmp_path: Path) -> None:
+    entered: list[str | None] = []
+
+    class Peer:
+        label = "other"
+
+        def version(self) -> str:
+            return "1"
+
+        def enter(self, name: str, entry: Any) -> Contender:
+            entered.append(entry.model)
+            return Counted(name, 1.0, [])
+
+    told: list[tuple[str, int, int]] = []
+    plan = together(
+        [Model(path="a.gguf"), Model(path="folder"), Model(path="folder", options={"pack": True}, spelled="pack")],
+        [Peer()],
+    )
+    kept = record.Record.open(tmp_path, plan.conditions("now"), resume=False)
+    runner.run(
+        plan, kept, load=lambda model, plan: Loaded(ToyTarget(), Letters(), ()), progress=lambda *at: told.append(at)
+    )
+    assert entered == ["a.gguf", "folder"]
+    assert [(row["target"], row["drafter"]) for row in kept.rows] == [
+        ("a.gguf", "plain"),
+        ("a.gguf", "peer:other"),
+        ("folder", "plain"),
+        ("folder", "peer:other"),
+        ("folder(pack)", "plain"),
+    ]
+    assert {row["beside"]["target"] for row in kept.rows if "beside" in row} == {"a.gguf"}
+    assert told[-1][1] == told[-1][2] == 5 * 3  # contenders, passes
+    assert kept.conditions["together"]
+    with pytest.raises(BadParameter, match="together"):
+        record.Record.open(tmp_path, replace(plan, together=False).conditions("later"), resume=True)
+
+
+def test_models_that_read_other_tokens_are_not_measured_together(tmp_path: Path) -> None:
+    class Shifted(Letters):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            return [(token + 1) % 12 for token in super().encode(text)]
+
+    tokenizers = {"a": Letters(), "b": Shifted()}
+    plan = together([Model(path="a"), Model(path="b")])
+    kept = record.Record.open(tmp_path, plan.conditions("now"), resume=False)
+    with pytest.raises(
+        LeapaheadError, match="b reads the prompts of one as other tokens than a, so that they cannot be"
+    ):
+        runner.run(plan, kept, load=lambda model, plan: Loaded(ToyTarget(), tokenizers[str(model.path)], ()))
 
 
 def test_a_gguf_file_is_loaded_for_each_batch_size(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ class Plan:
         tasks: see `bench.tasks.read`.
         models: measured one after the other, but those of one path, which differ in their options, together.
         configurations: of drafters; plain decoding is always measured.
-        peers: other implementations, measured on the targets that they can run, and of the forms of one model on the
+        peers: other implementations, measured on the targets that they can run, and of the forms of one path on the
             first only.
         temperatures, batches: all combinations are measured.
         rounds: measured rounds, after a warm-up; see `rounds_of`.
@@ -53,6 +53,7 @@ class Plan:
         device: of models that are not GGUF files.
         threads: of torch, llama.cpp and OpenVINO; None for their defaults.
         exact: load the models in exact mode.
+        together: measure all models as forms of one are, which they may be in other types or under other engines.
         options: other arguments of `loading.load`, for all models.
 
     Raises:
@@ -73,6 +74,7 @@ class Plan:
     device: str = "auto"
     threads: int | None = None
     exact: bool = False
+    together: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -116,6 +118,8 @@ class Plan:
     @property
     def forms(self) -> list[dict[str, Model]]:
         """The models by their names, those of one path together."""
+        if self.together:
+            return [dict(zip(self.labels, self.models, strict=True))]
         found: dict[str | None, dict[str, Model]] = {}
         for label, model in zip(self.labels, self.models, strict=True):
             found.setdefault(model.path, {})[label] = model
@@ -168,6 +172,7 @@ class Plan:
             "device": self.device,
             "threads": self.threads,
             **({"exact": True} if self.exact else {}),
+            **({"together": True} if self.together else {}),
             **({"options": dict(self.options)} if self.options else {}),
             "figures": "speed-up: median over the rounds of the ratio to plain decoding in the same round, tokens per "
             "second without prefill, after a warm-up; 95 % percentile bootstrap over rounds and prompts. Only the "

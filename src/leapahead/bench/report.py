@@ -24,8 +24,9 @@ COLUMNS = (
 )
 FORMS = ("form", "measured", "drafter", "ratio", "95 %")
 FORMS_NOTE = (
-    "The forms of one model were loaded together and took turns. The ratio is that of a drafter's tokens per second "
-    "with one form to those with the other, in the same rounds. Peak memory is that of the process, with all forms."
+    "These models, or forms of one model, were loaded together and took turns. The ratio is that of a drafter's tokens "
+    "per second with one of them to those with the other, in the same rounds. Peak memory is that of the process, with "
+    "all of them."
 )
 OURS, PEER = plots.COLOURS[:2]
 NO_INTERVAL = (

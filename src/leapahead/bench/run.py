@@ -4,7 +4,8 @@ plan      what is to be measured (`bench.plan`)
 cell      (task, target, temperature, batch), in which all contenders take turns (`bench.cell`)
 record    the file to which every finished cell is written (`bench.record`)
 
-Models that differ in their options only are forms of one model: they are loaded together, and measured in one cell.
+Models that differ in their options only are forms of one model: they are loaded together, and measured in one cell. So
+are all models of a plan that says so, which must have one tokenizer.
 How sequences share the KV cache of a GGUF file depends on their number, so such a model is loaded for each batch size.
 """
 
@@ -24,7 +25,7 @@ from leapahead.bench.peers import Entry, Peer
 from leapahead.bench.plan import Model, Plan
 from leapahead.bench.record import Record
 from leapahead.bench.tasks import Task, encoded, has_template, predicted
-from leapahead.core.errors import Refused
+from leapahead.core.errors import LeapaheadError, Refused
 from leapahead.drafters import registry
 from leapahead.models import loading
 from leapahead.models.base import IdentifiesWeights
@@ -112,6 +113,7 @@ def _measure(
         texts: plain decoding's; those that are missing are added.
     """
     wanted = {label for cell in cells for label in cell.labels}
+    first = {model.path: label for label, model in reversed(models.items())}
     with ExitStack() as ending:
         forms = []
         for label, model in models.items():
@@ -119,8 +121,10 @@ def _measure(
                 bar.show(f"loading {label}")
                 loaded = load(model, plan)
                 ending.callback(loading.close, loaded.target)
-                peers = plan.peers if label == next(iter(models)) else ()
+                peers = plan.peers if label == first[model.path] else ()
                 forms.append(_form(plan, label, model, loaded, peers, say, record, ending))
+        if plan.together:
+            _check_tokens(plan, forms)
         for cell in cells:
             bar.begin(cell)
             rows = _cell(plan, [form for form in forms if form.label in cell.labels], cell, bar, texts)
@@ -244,6 +248,23 @@ def _cell(plan: Plan, forms: Sequence[Form], cell: Todo, bar: _Bar, texts: Known
     return beside(rows, plan.seed)
 
 
+def _check_tokens(plan: Plan, forms: Sequence[Form]) -> None:
+    """Refuses models that read a prompt as other tokens than the first one does.
+
+    Raises:
+        LeapaheadError: there is one.
+    """
+    for task in plan.tasks:
+        some = replace(task, prompts=task.prompts[:1])
+        read = {form.label: found for form in forms if (found := encoded(some, form.loaded, plan.max_new_tokens))}
+        for label, tokens in read.items():
+            if tokens != next(iter(read.values())):
+                raise LeapaheadError(
+                    f"{label} reads the prompts of {task.name} as other tokens than {next(iter(read))}, so that they "
+                    "cannot be measured together; measure them one after the other"
+                )
+
+
 def _able(form: Form, prompts: Sequence[list[int]], setting: Setting, task: Task) -> list[Contender]:
     """The contenders that can run a cell."""
     able = []
@@ -288,8 +309,9 @@ class _Bar:
     def __init__(self, plan: Plan, todo: Sequence[Sequence[Todo]], progress: Progress) -> None:
         self._progress = progress
         contenders = len({PLAIN, *(each.name for each in plan.configurations)})
+        path = dict(zip(plan.labels, (model.path for model in plan.models), strict=True))
         self._sizes = [
-            (len(cell.labels) * contenders + len(plan.peers))
+            (len(cell.labels) * contenders + len(plan.peers) * len({path[label] for label in cell.labels}))
             * passes(len(cell.task.prompts), cell.batch, plan.rounds_of(cell.task, cell.batch))
             for cells in todo
             for cell in cells

@@ -185,6 +185,12 @@ QUICK: dict[str, Any] = {"limit": 2, "rounds": 2, "max_new_tokens": 32, "tempera
     help="2 prompts of each task, 2 rounds, 32 tokens, greedy, where these options are not given.",
 )
 @option(
+    "--together",
+    is_flag=True,
+    group=MEASURED,
+    help="Load all models at once and let them take turns, so that their speeds compare. They must have one tokenizer.",
+)
+@option(
     "--out",
     type=Folder(),
     default=Path("bench"),
