@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import socket
 import time
@@ -250,6 +251,13 @@ def test_bodies_that_are_no_requests(running: Running, path: str, name: str) -> 
     found = running.post(path, content=BODIES[name], headers={"Content-Type": "application/json"})
     assert found.status_code == 400, found.text
     assert set(found.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_byte_order_mark_is_no_part_of_a_body(running: Running) -> None:
+    """Files that are written on Windows begin with one, `curl --data-binary @file` sends it."""
+    body = codecs.BOM_UTF8 + b'{"prompt": "a", "max_tokens": 2}'
+    found = running.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    assert found.status_code == 200, found.text
 
 
 def test_methods_paths_models_and_types(running: Running) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from threading import Lock
@@ -77,7 +78,10 @@ class Application(FastAPI):
 
 
 class JsonRequest(Request):
-    """A request whose body is strict JSON: UTF-8, no NaN, no lone surrogates, at most some 200 levels deep."""
+    """A request whose body is strict JSON: UTF-8, no NaN, no lone surrogates, at most some 200 levels deep.
+
+    A byte order mark before it is left out: editors and shells of Windows write one into files.
+    """
 
     async def body(self) -> bytes:
         try:
@@ -87,7 +91,7 @@ class JsonRequest(Request):
 
     async def json(self) -> Any:
         try:
-            return from_json(await self.body(), allow_inf_nan=False)
+            return from_json((await self.body()).removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(400, f"the body of the request is not valid JSON: {error}", code="invalid_json") from None
 
