@@ -516,6 +516,35 @@ def test_criteria_are_called_after_every_token(llama: Any, inputs: dict[str, Any
             assert ours(llama, inputs, drafter, **options).tolist() == expected
 
 
+class StopTracked(StoppingCriteria):
+    """As the criteria of lm-eval: with a state for each row of the batch, it ends all rows at once."""
+
+    def __init__(self, rows: int) -> None:
+        self.done = [False] * rows
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+        for row, done in enumerate(self.done):
+            self.done[row] = done or int(input_ids[row, LENGTH:].sum()) % 7 == 3
+        return all(self.done)
+
+
+@pytest.mark.parametrize("has_eos", [False, True], ids=["without eos", "with eos"])
+@pytest.mark.parametrize(
+    "criterion",
+    [lambda: StopTracked(2), lambda: lambda ids, scores: bool(ids[0, -1] % 5 == 1)],
+    ids=["state", "first row"],
+)
+def test_criteria_see_all_rows(llama: Any, criterion: Any, has_eos: bool) -> None:
+    options: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 30}
+    options |= {"eos_token_id": common_token(llama, BATCH)} if has_eos else {}
+    their = theirs(llama, BATCH, stopping_criteria=StoppingCriteriaList([criterion()]), **options)
+    assert LENGTH + 1 < their.sequences.shape[1] < LENGTH + 30
+    for drafter in ["plain", "lookahead"]:
+        found = ours(llama, BATCH, drafter, stopping_criteria=StoppingCriteriaList([criterion()]), **options)
+        assert found.sequences.tolist() == their.sequences.tolist()
+        assert torch.allclose(torch.stack(found.scores), torch.stack(their.scores), atol=1e-4)
+
+
 def test_criteria_may_read_scores(llama: Any) -> None:
     options: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 30}
     options["stopping_criteria"] = StoppingCriteriaList([StopAtScore()])
@@ -694,8 +723,8 @@ def test_text_streamers(llama: Any, tokenizer: Any, capsys: pytest.CaptureFixtur
 
 
 def failing(ids: torch.Tensor, scores: Any) -> bool:
-    """A criterion that raises in the row whose prompt has no padding, after three tokens."""
-    if PAD not in ids[0, :LENGTH] and ids.shape[1] > LENGTH + 2:
+    """A criterion that raises after three tokens."""
+    if ids.shape[1] > LENGTH + 2:
         raise ZeroDivisionError("the criterion failed")
     return False
 
@@ -1104,7 +1133,7 @@ def test_a_criterion_may_generate_itself(llama: Any) -> None:
     call = lambda *_: bool(results.append(ours(llama, SINGLE, "jacobi", max_new_tokens=6).tolist()))  # noqa: E731
     options = {"stopping_criteria": StoppingCriteriaList([call]), "max_new_tokens": 6}
     assert ours(llama, BATCH, "jacobi", **options).tolist() == expected
-    assert results == [inner] * 18
+    assert results == [inner] * 6
 
 
 def test_threads_share_one_model() -> None:

@@ -76,9 +76,9 @@ def generate(
     Args:
         model, logits_processor, stopping_criteria, generation_config, model_kwargs: as Transformers prepared them.
             Processors must be functions of their arguments. They are called with the prefixes of drafted nodes,
-            `([nodes, length], [nodes, vocab])`, all of one row of the batch. Criteria are called after every token of
-            every row with that row alone, `([1, length], scores)`. Images, video and sound of decoder-only models are
-            read by the model itself, with the prompts of all rows in one forward.
+            `([nodes, length], [nodes, vocab])`, all of one row of the batch. Criteria are called with all rows, once
+            for each length, `([batch, length], scores)`, but those of Transformers with each row alone. Images, video
+            and sound of decoder-only models are read by the model itself, with the prompts of all rows in one forward.
         input_ids: int64 [batch, length], left-padded where `attention_mask` [batch, length] is 0. Of an encoder-decoder
             model, the ids of the decoder, and the mask is that of the encoder's input.
         drafter: what proposes drafts: a registered name (`leapahead drafters` lists them), or a subclass of

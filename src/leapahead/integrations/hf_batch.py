@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from leapahead.core.errors import BadParameter, ContextOverflow, Refused
 from leapahead.core.sampling import SamplingParams
@@ -58,6 +63,11 @@ class _Ids:
             self._room[start : self._length] = torch.tensor(self._waiting, device="cpu")
             self._waiting = []
         return self._room[None, : self._length]
+
+    def cut(self, length: int) -> None:
+        """Takes back all but so many ids."""
+        assert self.tensor.shape[1] >= length
+        self._length = length
 
 
 class Row:
@@ -141,7 +151,13 @@ class Row:
         self.ids.add(tokens[-1])
         if self.batch.ended(self) and self.length is None:
             self.length = len(self.new)
+        self.batch.check_all()
         return self.length is not None and (self.batch.pads_after or self.batch.settled(len(self.new)))
+
+    def cut(self, length: int) -> None:
+        """Takes back what is behind so many new tokens."""
+        self.ids.cut(self.batch.input_ids.shape[1] + length)
+        del self.new[length:], self.scores[length:], self.logits[length:]
 
     def record(self, logits: Tensor) -> None:
         """Records what the user wants of the logits [vocab] after the row's present ids."""
@@ -173,6 +189,41 @@ class Row:
                     self.ids.add(pad)
             finally:
                 session.close()
+
+
+class JointCriteria:
+    """Criteria of the user, called as Transformers does: once for each column, with all rows.
+
+    Such criteria may count the rows, or keep a state for each. Rows advance by different numbers of tokens. A column is
+    judged when every row that still runs has reached it, and what is behind an end that is found then is taken back.
+
+    Args:
+        batch: with more than one row.
+        criteria: of the user.
+    """
+
+    def __init__(self, batch: Batch, criteria: Sequence[Any]) -> None:
+        self._batch, self._criteria = batch, StoppingCriteriaList(criteria)
+        self._ids = batch.input_ids
+        self._scores: tuple[Tensor, ...] = ()
+        self._count = 0  # columns that were judged
+
+    def check(self) -> None:
+        """Judges the columns that are complete."""
+        batch, rows = self._batch, self._batch.rows
+        while not batch.settled(self._count):
+            padded = [batch.pads_after and row.length is not None and row.length <= self._count for row in rows]
+            if not all(is_padded or len(row.new) > self._count for row, is_padded in zip(rows, padded, strict=True)):
+                return
+            tokens = [batch.pad if p else row.new[self._count] for row, p in zip(rows, padded, strict=True)]
+            self._ids = torch.cat([self._ids, torch.tensor(tokens, device=self._ids.device)[:, None]], dim=1)
+            if batch.keep_scores:  # a row that has ended keeps its last ones
+                self._scores += (torch.cat([row.scores[: self._count + 1][-1] for row in rows]),)
+            self._count += 1
+            done = self._criteria(self._ids, self._scores if batch.keep_scores else None)
+            for row, is_done in zip(rows, done.tolist(), strict=True):
+                if is_done and (row.length is None or row.length > self._count):
+                    row.length = self._count
 
 
 class Batch:
@@ -207,8 +258,11 @@ class Batch:
         # The two criteria of nearly every call are decided without a tensor; the others are called.
         self._eos = {t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten().tolist()}
         self.max_length = min((c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)), default=UNLIMITED)
-        decided = (EosTokenCriteria, MaxLengthCriteria)
-        self._criteria = StoppingCriteriaList(c for c in criteria if type(c) not in decided)
+        others = [c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+        # Those of Transformers judge each row by itself, so a row can end before the others have reached its end.
+        own = [len(input_ids) == 1 or type(c).__module__ == StoppingCriteria.__module__ for c in others]
+        self._criteria = StoppingCriteriaList(c for c, alone in zip(others, own, strict=True) if alone)
+        joint = [c for c, alone in zip(others, own, strict=True) if not alone]
         self.read_once = inputs_read_once(model_kwargs) if encoded is None else []
         mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
         if encoded is not None:
@@ -218,6 +272,7 @@ class Batch:
             Row(self, i, input_ids[i], count, processors, encoded[i] if encoded is not None else None)
             for i, count in enumerate(pads)
         ]
+        self._joint = JointCriteria(self, joint) if joint else None
 
     def read(self, model: Any, target: TransformersTarget, model_kwargs: Mapping[str, Any]) -> None:
         """Has the model read the prompts of all rows, see `hf_images.read`."""
@@ -244,6 +299,11 @@ class Batch:
             by_criteria = bool(self._criteria(row.ids.tensor, scores).all())
         return by_criteria or row.new[-1] in self._eos or self.input_ids.shape[1] + len(row.new) >= self.max_length
 
+    def check_all(self) -> None:
+        """Calls the criteria that are called with all rows, for what all rows have reached."""
+        if self._joint is not None:
+            self._joint.check()
+
     def settled(self, count: int) -> bool:
         """Whether every row has ended, none of them after more than `count` tokens."""
         return all(row.length is not None and row.length <= count for row in self.rows)
@@ -261,7 +321,7 @@ class Batch:
         length = max(row.length or 0 for row in self.rows)
         for row in self.rows:
             if self.pads_after:
-                del row.new[row.length :]
+                row.cut(row.length or 0)
             if len(row.new) < length:
                 if self.pad is None:
                     raise ContextOverflow("rows of different lengths need a pad_token_id; set it in generation_config")
