@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from time import process_time
 from typing import Any
+from weakref import proxy
 
 import numpy as np
 import pytest
@@ -164,6 +165,13 @@ def test_a_state_in_the_modules_survives_others_that_run_the_model() -> None:
         if len(handle.tokens) == 6:
             model.generate(torch.tensor([PROMPT]), max_new_tokens=2)
     assert handle.tokens == expected
+
+
+def test_a_weak_proxy_takes_turns_with_its_model() -> None:
+    """As `leapahead.hf` gives its target the model."""
+    model = build("mamba").model
+    turns = {id(NativeExecutor(each, model.config, shared=True)._turn) for each in (model, proxy(model))}
+    assert len(turns) == 1
 
 
 @pytest.mark.slow

@@ -75,7 +75,8 @@ class NativeExecutor:
         self.config = config
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.shared = shared
-        self._turn = RUNNING.setdefault(model, Mutex()) if shared else Mutex()
+        itself = model.get_input_embeddings.__self__  # `leapahead.hf` gives a weak proxy, which is no key
+        self._turn = RUNNING.setdefault(itself, Mutex()) if shared else Mutex()
         self.owner: NativeState | None = None
         self._left: list[Tensor] = []  # in the modules, by the last forward of the owner
         self.few_logits = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
