@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,20 @@ def walk(prediction: list[int], text: list[int]) -> list[list[int]]:
         sequence.tokens.append(token)
         source.read(sequence)
     return found
+
+
+def test_a_long_prediction_is_searched_without_an_index_of_its_n_grams() -> None:
+    rng = random.Random(1)
+    source, sequence = begun([rng.randrange(100_000) for _ in range(20_000)])
+    sequence.tokens.append(100_000)
+    tracemalloc.start()
+    try:
+        source.read(sequence)  # the first divergence
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert source.figures()["divergences"] == 1
+    assert taken < 1_000_000
 
 
 def test_after_a_divergence_every_reading_is_offered() -> None:

@@ -12,7 +12,6 @@ some tokens have matched.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -54,7 +53,7 @@ class Prediction(Source):
 
     def __init__(self) -> None:
         self._tokens: Sequence[int] = ()
-        self._index: dict[tuple[int, ...], list[int]] | None = None  # n-gram -> positions after it, rising
+        self._searched: str | None = None  # the prediction with a character for each token
         self._num_read = 0  # tokens of the text
         self._at = 0  # next position in the prediction
         self._run = CERTAIN  # matching tokens before it; the beginning is certain
@@ -131,16 +130,21 @@ class Prediction(Source):
         Returns:
             The position after it and its length, 0 if there is none.
         """
-        if self._index is None:  # built at the first divergence
-            self._index = {}
-            for n in range(1, MAX_MATCH + 1):
-                for end, key in enumerate(zip(*(self._tokens[skip:] for skip in range(n)), strict=False), n):
-                    self._index.setdefault(key, []).append(end)
-        for n in range(min(len(last), MAX_MATCH), 0, -1):
-            if ends := self._index.get(tuple(last[-n:])):
-                first = bisect_left(ends, self._left + 1)  # whose last token is at or after the divergence
-                return ends[min(first, len(ends) - 1)], n
-        return self._left, 0
+        if self._searched is None:  # made at the first divergence
+            self._searched = _characters(self._tokens)
+        found = self._left, 0
+        for n in range(1, min(len(last), MAX_MATCH) + 1):
+            key = _characters(last[-n:])
+            at = self._searched.find(key, max(0, self._left + 1 - n))  # its last token is at or after the divergence
+            if at < 0 and (at := self._searched.rfind(key)) < 0:
+                break  # nor is anything longer there
+            found = at + n, n
+        return found
 
     def figures(self) -> dict[str, Any]:
         return {"tokens": len(self._tokens), "matched": self.matched, "divergences": self.divergences}
+
+
+def _characters(tokens: Sequence[int]) -> str:
+    """A string in which tokens are found fast, without an index of them. Vocabularies are smaller than Unicode."""
+    return "".join(map(chr, tokens))
