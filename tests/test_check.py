@@ -79,6 +79,17 @@ def test_texts_of_plain_decoding_are_shared_by_checks() -> None:
     assert [(each.prompt, each.position) for each in report.drafters[0].mismatches] == [(0, 3)]
 
 
+def test_a_difference_in_the_last_token_of_a_full_context() -> None:
+    references: References = {}
+    target = ToyTarget(context_length=10)
+    assert checked(target, drafters=["suffix"], references=references).ok
+    first = next(iter(references))
+    assert len(references[first]) == 10 - len(PROMPTS[0])
+    references[first] = [*references[first][:-1], references[first][-1] ^ 1]
+    report = checked(target, drafters=["jacobi"], references=references)
+    assert [(each.prompt, each.position) for each in report.drafters[0].mismatches] == [(0, 6)]
+
+
 def test_refusals_are_reported_unless_the_drafter_was_named() -> None:
     target = ToyTarget(capabilities=frozenset({CHAIN}))
     report = checked(target)

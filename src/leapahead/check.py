@@ -284,9 +284,8 @@ class _Checker:
                 if at == len(expected) == len(tokens):
                     continue
                 row.differences.append(self._judge(job, at, expected, tokens))
-                done = len(job.text) + at + 1
-                ended = at >= len(tokens) or tokens[at] in self.stop.eos_token_ids or done >= self.stop.max_new_tokens
-                if not ended and sum(m.prompt == job.prompt for m in row.mismatches) < MOST_MISMATCHES:
+                goes_on = at + 1 < len(tokens)  # else the context may be full, too
+                if goes_on and sum(m.prompt == job.prompt for m in row.mismatches) < MOST_MISMATCHES:
                     further.append(replace(job, text=(*job.text, *tokens[: at + 1])))
             jobs = further
 
