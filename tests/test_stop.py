@@ -4,6 +4,7 @@ end stays in the cache."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,22 @@ def test_stop_strings_end_the_text_at_the_token_that_completes_the_first_one(
     assert (stopper.finish_reason == "stop") == bool(found)
     if found:
         assert stopper.stop_reason == min(found, key=lambda string: (so_far.find(string), string))
+
+
+def test_a_long_stop_string_does_not_make_the_search_for_others_slow() -> None:
+    def seconds(longest: int) -> float:
+        """Of the search in one short token after a long text."""
+        stops = (*(f"{number} never" for number in range(500)), "z" * longest)
+        stopper = Stopper(StopParams(stop_strings=stops), PROMPT, text=lambda token: "abc" * (1 + token))
+        stopper.cut(verdict_of([50_000]))
+        times = []
+        for _ in range(5):
+            begun = perf_counter()
+            stopper.cut(verdict_of([0]))
+            times.append(perf_counter() - begun)
+        return min(times)
+
+    assert seconds(50_000) < 8 * seconds(10)
 
 
 def test_impossible_parameters_are_refused_by_name() -> None:

@@ -124,8 +124,13 @@ class Stopper:
     def _stop_string(self, token: int) -> str | None:
         if not self.params.stop_strings or self._text is None:
             return None
-        self._tail += self._text(token)
-        hits = [(at, stop) for stop in self.params.stop_strings if (at := self._tail.find(stop)) >= 0]
+        self._tail += (new := self._text(token))
+        first = len(self._tail) - len(new) + 1  # the least end of a match, since an earlier one has ended the text
+        hits = [
+            (at, stop)
+            for stop in self.params.stop_strings
+            if (at := self._tail.find(stop, max(0, first - len(stop)))) >= 0
+        ]
         self._tail = self._tail[-max(len(stop) for stop in self.params.stop_strings) :]
         return min(hits)[1] if hits else None
 
