@@ -148,7 +148,8 @@ def read(llm: LLM, path: Path) -> list[Text]:
     Raises:
         BadParameter: there are none, or another model wrote them.
     """
-    return sorted(_read(path, _model(llm)).values(), key=lambda text: text.index)
+    found = _read(path, _model(llm), "give texts that this model has written")
+    return sorted(found.values(), key=lambda text: text.index)
 
 
 def check_file(path: Path) -> None:
@@ -260,7 +261,7 @@ def _append(path: Path, record: dict[str, Any]) -> None:
         ) from None
 
 
-def _read(path: Path, expected: dict[str, Any]) -> dict[int, Text]:
+def _read(path: Path, expected: dict[str, Any], remedy: str = "give a new folder") -> dict[int, Text]:
     """The texts of a file by their index, without a last line that an interrupt left incomplete."""
     try:
         content = path.read_text(encoding="utf-8")
@@ -274,7 +275,7 @@ def _read(path: Path, expected: dict[str, Any]) -> dict[int, Text]:
         raise BadParameter(f"{path} holds no texts of a training run; give one's texts.jsonl") from None
     for name, value in expected.items():
         if given[name] != value:
-            raise BadParameter(f"{path} was written with {name} {given[name]!r}, not {value!r}; give a new folder")
+            raise BadParameter(f"{path} was written with {name} {given[name]!r}, not {value!r}; {remedy}")
     return {text.index: text for text in texts}
 
 
