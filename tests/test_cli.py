@@ -476,6 +476,8 @@ def test_errors_name_options() -> None:
         ("the drafter 'datastore' needs file=...", "the drafter 'datastore' needs file=..."),
         ("kv_unified=False, or kv_unified=True", "--no-kv-unified, or --kv-unified"),
         ("exact=True and use_mmap=False", "--exact and --no-mmap"),
+        ("in exact mode; leave out exact", "in exact mode; leave out --exact"),
+        ("leave out static, or leave out the draft", "leave out --static, or leave out the draft"),
         ("flash_attn=False and pack=True", "--flash-attn=off and --pack"),
         ("model='a seed=1' and llama.cpp's n_ctx", "--model='a seed=1' and llama.cpp's --ctx-size"),
     ):

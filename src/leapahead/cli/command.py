@@ -89,9 +89,9 @@ def name_options(message: str, parameters: Sequence[click.Parameter]) -> str:
 
     `max_new_tokens=0` becomes `--max-new-tokens=0`, `n_ctx` becomes `--ctx-size`, `kv_unified=False` becomes
     `--no-kv-unified`, and `option 'window'` becomes `option --window`. Names of a single word are replaced only before
-    `=` or after `option`, because elsewhere they may be words of the sentence, and none is in what the message quotes.
-    Options that name files are left out unless they have an `Option.argument`: no library call takes the others under
-    that name.
+    `=`, after `option` and after `leave out`, because elsewhere they may be words of the sentence, and none is in what
+    the message quotes. Options that name files are left out unless they have an `Option.argument`: no library call
+    takes the others under that name.
     """
     options = {
         name: parameter
@@ -107,7 +107,7 @@ def name_options(message: str, parameters: Sequence[click.Parameter]) -> str:
             return f"option {_long(options[quoted].opts)}"
         if name in options and switch:
             return _switched(options[name], switch == "True")
-        if name in options and ("_" in name or equals):
+        if name in options and ("_" in name or equals or message.endswith("leave out ", 0, match.start())):
             return _long(options[name].opts) + equals
         return match[0]
 
