@@ -144,6 +144,15 @@ def test_every_extra_is_described() -> None:
     assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == set(extras)
 
 
+def test_what_an_example_needs_is_told() -> None:
+    """Each package that an example imports is named on the page of examples."""
+    page = (ROOT / "docs/guide/examples.md").read_text(encoding="utf-8").lower()
+    for path in (ROOT / "examples").glob("*.py"):
+        imported = re.findall(r"^ *(?:import|from) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        for package in {*imported} - {*sys.stdlib_module_names, "leapahead", "torch"}:
+            assert re.search(rf"\b{package}\b", page), f"{path.name}: {package}"
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
