@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import seq2seq
 import torch
 import transformers
 from architectures import ARCHITECTURES, BY_NAME, Architecture
@@ -232,6 +233,11 @@ def test_families_that_cannot_be_converted_are_refused_by_name(name: str) -> Non
     model = BY_NAME[name].build()
     with pytest.raises(Refused, match=type(model).__name__):
         graph_module.convert(model)
+
+
+def test_encoder_decoder_models_are_refused_with_the_engine_that_has_them() -> None:
+    with pytest.raises(Refused, match=r"T5.* \(t5\) .*: it is an encoder-decoder model; use it with Transformers$"):
+        graph_module.convert(seq2seq.build("t5"))
 
 
 @pytest.mark.slow

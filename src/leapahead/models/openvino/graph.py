@@ -54,9 +54,11 @@ def convert(model: Any) -> Any:
         model: a loaded causal language model of Transformers, on the CPU.
 
     Raises:
-        Refused: a family that is not decoded by attention over keys and values alone, or that OpenVINO cannot convert
-            such that it gives the model's own logits.
+        Refused: an encoder-decoder model, a family that is not decoded by attention over keys and values alone, or one
+            that OpenVINO cannot convert such that it gives the model's own logits.
     """
+    if model.config.is_encoder_decoder:
+        raise Refused(f"{_unexportable(model)}: it is an encoder-decoder model; use it with Transformers")
     patterns = _patterns(model)
     config = families.text_config(model)
     windows = any(pattern.window is not None for pattern in patterns.values())
@@ -114,10 +116,11 @@ def _patterns(model: Any) -> dict[str, Pattern]:
 
 
 def _refusal(model: Any, reason: str) -> Refused:
-    return Refused(
-        f"{type(model).__name__} ({model.config.model_type}) cannot be exported to OpenVINO: {reason}; use it with "
-        "Transformers, or as a GGUF file with llama.cpp"
-    )
+    return Refused(f"{_unexportable(model)}: {reason}; use it with Transformers, or as a GGUF file with llama.cpp")
+
+
+def _unexportable(model: Any) -> str:
+    return f"{type(model).__name__} ({model.config.model_type}) cannot be exported to OpenVINO"
 
 
 # ------------------------------------------------------------------------------------------------------- the trace
