@@ -474,6 +474,8 @@ def test_what_is_refused(llms: dict[str, LLM], tmp_path: Path) -> None:
         LLM(build("t5"), exact=True)
     with pytest.raises(Refused, match="encoder-decoder model; draft with a smaller"):
         LLM(build("t5"), drafter="draft_model", draft="self:int8")
+    with pytest.raises(Refused, match=r"the head .* cannot draft for .*, an encoder-decoder model; leave out the"):
+        LLM(build("t5"), head="bundled")
     with pytest.raises(Refused, match=r"'triforce' is not possible with .*drafter='draft_model'"):
         LLM(build("t5"), drafter="triforce")
     with pytest.raises(Refused, match="use a draft model of the same kind"):

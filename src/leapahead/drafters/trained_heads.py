@@ -152,7 +152,15 @@ def _load(folder: Path | None, target: Target, what: str) -> TrainedHead | Train
     """
     with needing("a trained head", "transformers", "torch", "transformers", "safetensors"):
         from leapahead.drafters.heads import load, mtp
-    remedy = "leave out the head, or " + ("devices" if target.info.devices > 1 else "load a model of Transformers")
+    if target.info.decoder is not None:
+        raise Refused(f"{what} cannot draft for {target.info.name}, an encoder-decoder model; leave out the head")
+    remedy = "leave out the head, or " + (
+        "leave out devices"
+        if target.info.devices > 1
+        else "leave out exact"
+        if target.info.exact
+        else "load a model of Transformers"
+    )
     if folder is None:
         require(target.info, frozenset({HIDDEN}), what, remedy)
         return TrainedHead(mtp.own(target))
