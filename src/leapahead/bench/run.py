@@ -113,7 +113,9 @@ def _measure(
         texts: plain decoding's; those that are missing are added.
     """
     wanted = {label for cell in cells for label in cell.labels}
-    first = {model.path: label for label, model in reversed(models.items())}
+    first: dict[str | None, str] = {}  # form of each path
+    for label, model in models.items():
+        first.setdefault(model.path, label)
     with ExitStack() as ending:
         forms = []
         for label, model in models.items():
