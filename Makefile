@@ -265,8 +265,8 @@ bench-batch: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/135m-$
 		--max-new-tokens 64 --out docs/bench/batch $(RESUME)
 	$(BIN)/python tools/docs.py
 
-# Our server beside llama.cpp's, for docs/research/serving.md: three hours by estimate. LLAMA_BIN has llama-server, built from
-# the same llama.cpp.
+# Our server beside llama.cpp's, for docs/research/serving.md: three hours by estimate. LLAMA_BIN has llama-server, built
+# from the same llama.cpp.
 BESIDE_SERVER = $(BIN)/python -m research serving $(STANDINS)/$(1).gguf --llama-server $(LLAMA_BIN)/llama-server --data $(DATA)
 # Where several requests come at a time, a pass has so many that most of it is decoded with all places taken.
 ONE := --concurrent 1 --requests 8 --rounds 3
@@ -325,15 +325,15 @@ bench-hybrid: $(WITH_LLAMA) $(foreach kind,bf16.gguf q8_0.gguf,$(STANDINS)/hybri
 		--task gsm8k=5 --max-new-tokens 96 --out docs/bench/hybrid $(RESUME)
 	$(BIN)/python tools/docs.py
 
-# What docs/research/openvino.md shows: OpenVINO beside llama.cpp, each with the same types of weights; an hour and a half. The
-# prompts lie in one folder, with simulated edits of the stand-in's own texts.
+# What docs/research/openvino.md shows: OpenVINO beside llama.cpp, each with the same types of weights; an hour and a
+# half by estimate. The prompts lie in one folder, with simulated edits of the stand-in's own texts.
 OPENVINO_PEERS := --peer openvino-genai --peer openvino-prompt-lookup $(LOOKUP) \
 	$(if $(LLAMA_BIN),--peer $(SIMPLE)$(COMMA)type=ngram-simple)
 SIDES_OF = $(foreach kind,bf16 int8 int4,$(STANDINS)/$(1)-openvino-$(kind)) \
 	$(foreach kind,bf16 q8_0 q4_0,$(STANDINS)/$(1)-$(kind).gguf)
 WITH_EDITS := build/with-edits
 BESIDE = $(PAIRS) --data $(WITH_EDITS) --out docs/bench/openvino/$(1)
-# The two types of each width take turns. All six together would not fit into the memory of small machines.
+# The two types of each width take turns; not all six, since memory must hold all that are measured together.
 BESIDE_BY_WIDTH = resume=$(RESUME); for types in bf16:bf16 int8:q8_0 int4:q4_0; do $(call BESIDE,$(1)) --together $$resume \
 	-m $(STANDINS)/$(1)-openvino-$${types%:*} -m $(STANDINS)/$(1)-$${types\#*:}.gguf $(OPENVINO_PEERS) \
 	--task humaneval=4 --task gsm8k=4 --task edits=4 $(2) || exit 1; resume=--resume; done
@@ -345,7 +345,7 @@ bench-openvino: $(WITH_LLAMA) $(WITH_OPENVINO) $(call SIDES_OF,135m) $(call SIDE
 		--peer vllm:python=$(VLLM_PYTHON) --task humaneval=2 --task gsm8k=2 --max-new-tokens 48 &&) true)
 	$(BIN)/python tools/docs.py
 
-# What docs/research/openvino.md shows of gains in the times of forwards alone, in half an hour.
+# What docs/research/openvino.md shows of gains in the times of forwards alone, in a quarter of an hour.
 .PHONY: bench-limits
 bench-limits: $(WITH_LLAMA) $(WITH_OPENVINO) $(call SIDES_OF,135m) $(call SIDES_OF,1b) $(WITH_EDITS)/edits.jsonl
 	$(call LIMITS,135m) --task spec_bench=1 --max-new-tokens 96
