@@ -287,19 +287,24 @@ def test_a_form_that_is_added_is_measured_alone(tmp_path: Path) -> None:
     assert not any("beside" in row for row in kept.as_dict()["results"])
 
 
+class Peer:
+    """Tells beside which models it has run, with how many threads."""
+
+    label = "other"
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[str | None, int | None]] = []
+
+    def version(self) -> str:
+        return "1"
+
+    def enter(self, name: str, entry: Any) -> Contender:
+        self.entered.append((entry.model, entry.threads))
+        return Counted(name, 1.0, [])
+
+
 def test_peers_run_beside_the_first_form_with_its_number_of_threads(tmp_path: Path) -> None:
-    entered: list[tuple[str | None, int | None]] = []
-
-    class Peer:
-        label = "other"
-
-        def version(self) -> str:
-            return "1"
-
-        def enter(self, name: str, entry: Any) -> Contender:
-            entered.append((entry.model, entry.threads))
-            return Counted(name, 1.0, [])
-
+    peer = Peer()
     models = [
         Model(path="b.gguf", options={"n_threads": 1}, spelled="threads=1"),
         Model(path="b.gguf", options={"n_threads": 2}, spelled="threads=2"),
@@ -308,14 +313,14 @@ def test_peers_run_beside_the_first_form_with_its_number_of_threads(tmp_path: Pa
         tasks=CHAT[:1],
         models=models,
         configurations=[],
-        peers=[Peer()],  # type: ignore[list-item]
+        peers=[peer],  # type: ignore[list-item]
         temperatures=[0.0],
         rounds=1,
         max_new_tokens=4,
     )
     kept = record.Record.open(tmp_path, plan.conditions("now"), resume=False)
     runner.run(plan, kept, load=lambda model, plan: Loaded(ToyTarget(), Letters(), ()))
-    assert entered == [("b.gguf", 1)]
+    assert peer.entered == [("b.gguf", 1)]
     assert [row["drafter"] for row in kept.rows] == ["plain", "peer:other", "plain"]
 
 
@@ -333,28 +338,17 @@ def together(models: list[Model], peers: Any = ()) -> Plan:
 
 
 def test_models_that_are_measured_together_take_turns_and_each_has_its_peers(tmp_path: Path) -> None:
-    entered: list[str | None] = []
-
-    class Peer:
-        label = "other"
-
-        def version(self) -> str:
-            return "1"
-
-        def enter(self, name: str, entry: Any) -> Contender:
-            entered.append(entry.model)
-            return Counted(name, 1.0, [])
-
+    peer = Peer()
     told: list[tuple[str, int, int]] = []
     plan = together(
         [Model(path="a.gguf"), Model(path="folder"), Model(path="folder", options={"pack": True}, spelled="pack")],
-        [Peer()],
+        [peer],
     )
     kept = record.Record.open(tmp_path, plan.conditions("now"), resume=False)
     runner.run(
         plan, kept, load=lambda model, plan: Loaded(ToyTarget(), Letters(), ()), progress=lambda *at: told.append(at)
     )
-    assert entered == ["a.gguf", "folder"]
+    assert [model for model, _ in peer.entered] == ["a.gguf", "folder"]
     assert [(row["target"], row["drafter"]) for row in kept.rows] == [
         ("a.gguf", "plain"),
         ("a.gguf", "peer:other"),
