@@ -123,7 +123,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     (CHAT, {"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens", ""),
     (CHAT, {"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
-    (CHAT, {"messages": USER, "store": True}, "store", ""),
+    (CHAT, {"messages": USER, "store": True}, "store", "keeps no answers"),
     (CHAT, {"messages": USER, "store": 0}, "store", "must be true or false"),
     (
         CHAT,

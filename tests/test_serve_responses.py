@@ -272,7 +272,7 @@ def test_items_are_messages(items: Any, messages: Sequence[Any]) -> None:
     ("body", "param", "words"),
     [
         ({"previous_response_id": "r"}, "previous_response_id", "send the whole conversation as input"),
-        ({"store": True}, "store", "keeps no responses"),
+        ({"store": True}, "store", "keeps no answers"),
         ({"messages": []}, "messages", "use input"),
         ({"max_tokens": 1}, "max_tokens", "use max_output_tokens"),
         ({"max_output_tokens": 10**6}, "max_output_tokens", "max_output_tokens=1000000 is not possible"),

@@ -83,8 +83,8 @@ def given(kind: str, data: Any, required: Set[str]) -> Any:
         raise refusal("type", f"content of type {data['type']!r} {NOT_HERE}")
     if kind in TOOLS and (data.get("type") or TOOLS[kind]) != TOOLS[kind]:
         raise refusal("type", f"a tool of type {data['type']!r} is not possible; {ONLY_FUNCTIONS} {TOOLS[kind]!r}")
-    if kind == "ResponsesRequest" and data.get("store") is True:
-        raise refusal("store", "store=true is not possible: the server keeps no responses; leave it out")
+    if kind in ("ResponsesRequest", "ChatRequest") and data.get("store") is True:
+        raise refusal("store", "store=true is not possible: the server keeps no answers; leave it out")
     if kind in ("CompletionRequest", "ChatRequest"):
         data = _without_repeated(data)
     refused = {name: why for name, why in REFUSED.get(kind, {}).items() if name not in KNOWN.get(kind, ())}
