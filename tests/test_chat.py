@@ -492,6 +492,28 @@ def test_reasoning_before_a_call_is_free(
         assert ends == expected[1]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Yes", (True, True)),
+        ("[THINK]hm", (True, True)),
+        ("[THINK]hm[/THINK]Yes", (True, True)),
+        ('[THINK]hm[/THINK][TOOL_CALLS][{"name": "clock", "arguments": {}}]', (True, True)),
+        ("Yes[THINK]", (False, False)),
+    ],
+)
+def test_a_model_with_special_tokens_around_its_reasoning_may_reason(
+    marked: Any, text: str, expected: tuple[bool, bool]
+) -> None:
+    """Free text matches no special token."""
+    pytest.importorskip("llguidance")
+    thinking, calling = REASONING_FORMATS["mistral"], TOOL_FORMATS["mistral"]
+    grammar = tool_grammar([CLOCK], ToolChoice("auto"), calling, marked, reasoning=thinking)
+    may, ends = follows(marked, grammar, text)
+    assert may == expected[0]
+    assert not may or ends == expected[1]
+
+
 def test_where_nothing_is_enforced(marked: Any) -> None:
     assert tool_grammar([], ToolChoice("auto"), HERMES, marked) is None
     assert tool_grammar([CLOCK], ToolChoice("none"), HERMES, marked) is None

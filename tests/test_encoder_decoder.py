@@ -15,7 +15,7 @@ import transformers
 from architectures import VOCABULARY, sharpen
 from helpers import Oracle, RandomTrees, Scattered, Scripted, attached
 from seq2seq import BART, MODELS, build, own_text
-from serving import serving
+from serving import Letters, serving
 
 from leapahead import LLM, Engine, Request, hf
 from leapahead.check import check
@@ -427,6 +427,12 @@ def test_an_encoder_may_read_more_than_its_decoder_writes() -> None:
     assert len(llm.generate([5] * 64, max_new_tokens=99, ignore_eos=True).tokens) == 31
     with pytest.raises(ContextOverflow, match="64"):
         llm.generate([5] * 65)
+    chat = {"messages": [{"role": "user", "content": "a" * 40}], "max_tokens": 12, "ignore_eos": True}
+    with serving(LLM(model, tokenizer=Letters())) as running:  # a chat is the encoder's, the answer the decoder's
+        found = running.post("/v1/chat/completions", chat)
+    assert found.status_code == 200, found.text
+    assert found.json()["usage"]["prompt_tokens"] >= 40
+    assert found.json()["usage"]["completion_tokens"] == 12
 
 
 @pytest.mark.parametrize(("kind", "reserved"), [("Bert", 0), ("Roberta", 2)])

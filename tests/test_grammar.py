@@ -30,7 +30,7 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.token_bytes import token_bytes
 from leapahead.drafters import registry
 from leapahead.grammar import GrammarProcessor, Grammars
-from leapahead.grammar.compiled import State
+from leapahead.grammar.compiled import MOST_MASKS, State
 from leapahead.models.toy import ToyTarget
 
 pytest.importorskip("llguidance")
@@ -685,6 +685,15 @@ def test_generate_of_transformers_under_a_grammar(tiny_model: Any, tokenizer: An
     expected = texts()
     assert texts(custom_generate=hf.generate, drafter=drafter) == expected
     assert all(re.match(r"[A-Z][a-z]{2,9}( [0-9]{2})", each) for each in expected)
+
+
+def test_a_processor_keeps_few_masks(tokenizer: Any) -> None:
+    """A host asks for every prefix of the text from its beginning on."""
+    state = Grammars(tokenizer, len(tokenizer), (0,)).compile(Grammar.regex("[a-z ]*")).follow([], len(tokenizer))
+    letter = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    masks = [state.mask(0, letter * length) for length in range(3 * MOST_MASKS)]
+    assert len(state._masks) <= MOST_MASKS
+    assert all(np.array_equal(masks[1], each) for each in masks[1:])
 
 
 # The command line

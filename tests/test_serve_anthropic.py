@@ -10,7 +10,12 @@ import anthropic
 import pydantic
 import pytest
 
+from leapahead.chat import TOOL_FORMATS, ToolChoice
+from leapahead.results import Piece
+from leapahead.serve.anthropic import NAMES, Responder, failed
 from leapahead.serve.anthropic_schema import MessagesRequest
+from leapahead.serve.errors import ApiError, of_chat
+from leapahead.serve.formats import Reading
 from tests.serving import Running, calling_llm, check, serving
 
 pytest.importorskip("llguidance")
@@ -41,6 +46,20 @@ def running() -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def client(running: Running) -> anthropic.Anthropic:
     return running.kept(anthropic.Anthropic(api_key="none", base_url=running.url, max_retries=0, timeout=60))
+
+
+def test_text_behind_a_call_in_the_same_step_begins_when_the_call_is_done() -> None:
+    """A drafted step may commit the end of a call and the text behind it at once."""
+    call = '<tool_call>{"name": "clock", "arguments": {"a": 1}}</tool_call>'
+    found = Responder(None, Reading(TOOL_FORMATS["hermes"], None, ToolChoice("auto"), ""))
+    events: list[Any] = []
+    for part in (call[:-20], f"{call[-20:]} Done.", " So."):
+        events += found.chunk({}, 0, Piece(part, [], 0, ((part, True),)))
+    ended = {each.index: at for at, each in enumerate(events) if each.type == "content_block_stop"}
+    deltas = [(at, each) for at, each in enumerate(events) if each.type == "content_block_delta"]
+    assert all(at < ended.get(each.index, len(events)) for at, each in deltas)
+    assert "".join(each.delta["partial_json"] for _, each in deltas if each.index == 0) == '{"a": 1}'
+    assert "".join(each.delta["text"] for _, each in deltas if each.index == 1) == " Done. So."
 
 
 def respond(client: anthropic.Anthropic, **options: Any) -> Any:
@@ -273,3 +292,22 @@ def test_an_error_within_a_stream(running: Running, monkeypatch: pytest.MonkeyPa
         own.messages.stream(model="tiny", messages=ASKED, max_tokens=40) as stream,
     ):
         stream.until_done()
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "told"),
+    [
+        ("the server is about to stop; try again later", None, "the server is about to stop; try again later"),
+        ("tool_choice names the function 'stop'", "tool_choice", "tool_choice names the function 'stop'"),
+        ("stop=5 is not possible", "stop", "stop_sequences=5 is not possible"),
+        ("the parameter 'stop' is missing", "stop", "the parameter 'stop_sequences' is missing"),
+        ("response_format.schema is none", "response_format.schema", "output_config.format.schema is none"),
+    ],
+)
+def test_errors_of_chats_have_this_paths_names(message: str, param: str | None, told: str) -> None:
+    """In a stream, too. Words of a message that are no names stay."""
+    with pytest.raises(ApiError) as raised, of_chat(NAMES):
+        raise ApiError(400, message, param)
+    assert raised.value.detail == told
+    streamed = json.loads(failed(ApiError(400, message, param).body()).split("data: ")[1])["error"]
+    assert (streamed["message"], streamed["param"]) == (told, raised.value.param)

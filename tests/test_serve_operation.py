@@ -709,5 +709,10 @@ def test_a_server_of_a_target_with_a_limited_cache() -> None:
         found = running.post(COMPLETIONS, {"prompt": "word " * 100, "max_tokens": 5})
         assert found.status_code == 400, found.text
         assert "cache" in found.json()["error"]["message"]
+        for scored in ({"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}):
+            for prompt, status in (("word " * 100, 400), ([5] * 66, 400), ([5] * 65, 200)):
+                found = running.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 0, **scored})
+                assert found.status_code == status, found.text
+                assert status == 200 or "the cache 64" in found.json()["error"]["message"]
         assert running.post(COMPLETIONS, {"prompt": "word", "max_tokens": 5}).status_code == 200
     assert ToyTarget().info.cache_tokens == 0

@@ -163,10 +163,11 @@ def test_what_drafting_did_is_reported_on_request(client: openai.OpenAI) -> None
     assert found.usage.output_tokens_details.accepted_prediction_tokens >= 0
 
 
-def test_reasoning_text_and_calls_become_items() -> None:
-    """In small pieces, and whole."""
-    call = '<tool_call>{"name": "clock", "arguments": {"a": 1}}</tool_call>'
-    text = f"<think>a < b</think>It is {call}{call}"
+CALL = '<tool_call>{"name": "clock", "arguments": {"a": 1}}</tool_call>'
+
+
+def responded(pieces: Sequence[str]) -> tuple[list[Event], Any]:
+    """The events of a text in these pieces, and the response of the last one."""
     reading = Reading(TOOL_FORMATS["hermes"], reasoning_format("qwen3"), ToolChoice("auto"), "")
     body = ResponsesRequest.model_validate({"input": "a", "stream": True})
 
@@ -187,18 +188,34 @@ def test_reasoning_text_and_calls_become_items() -> None:
             ),
         )
 
-    def items(size: int) -> tuple[list[Event], Any]:
-        found = Responder(Texts(), body, body.chat(), reading, {})  # type: ignore[arg-type]
-        events = found.opening(MEMBERS)
-        pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        for at, part in enumerate(pieces):
-            ending = "stop" if at == len(pieces) - 1 else None
-            events += found.chunk(MEMBERS, 0, Piece(part, [], 0, ((part, True),), ending))
-        events.append(found.last({**MEMBERS, "usage": usage()}))
-        return events, events[-1].response
+    found = Responder(Texts(), body, body.chat(), reading, {})  # type: ignore[arg-type]
+    events = found.opening(MEMBERS)
+    for at, part in enumerate(pieces):
+        ending = "stop" if at == len(pieces) - 1 else None
+        events += found.chunk(MEMBERS, 0, Piece(part, [], 0, ((part, True),), ending))
+    events.append(found.last({**MEMBERS, "usage": usage()}))
+    return events, events[-1].response
 
+
+def test_text_behind_a_call_in_the_same_step_begins_when_the_call_is_done() -> None:
+    """A drafted step may commit the end of a call and the text behind it at once."""
+    events, response = responded([CALL[:-20], f"{CALL[-20:]} Done.", " So."])
+    call, message = response.output
+    assert (call.arguments, message.content[0].text) == ('{"a": 1}', " Done. So.")
+    done = [each for each in events if each.type == "response.output_item.done"]
+    assert [each.item for each in done] == response.output
+    kinds = [each.type for each in events]
+    last = max(at for at, kind in enumerate(kinds) if kind == "response.function_call_arguments.delta")
+    assert last < kinds.index("response.function_call_arguments.done")
+    told = [each for each in events if each.type == "response.function_call_arguments.done"]
+    assert [each.arguments for each in told] == ['{"a": 1}']
+
+
+def test_reasoning_text_and_calls_become_items() -> None:
+    """In small pieces, and whole."""
+    text = f"<think>a < b</think>It is {CALL}{CALL}"
     for size in (3, len(text)):
-        events, response = items(size)
+        events, response = responded([text[start : start + size] for start in range(0, len(text), size)])
         thought, message, *calls = response.output
         assert [part.text for part in (*thought.content, *message.content)] == ["a < b", "It is"]
         assert [(each.name, each.arguments) for each in calls] == [("clock", '{"a": 1}')] * 2

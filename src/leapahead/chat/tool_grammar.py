@@ -84,20 +84,22 @@ def _start(tokenizer: Tokenizer, choice: ToolChoice, reasoning: ReasoningFormat 
     """The first rules: the answer, and the reasoning before it.
 
     Where a call is not required, the text may end inside the reasoning; and reasoning that the model begins itself is
-    part of the free text.
+    part of the free text, unless its marker is a special token, which no text matches.
     """
     if reasoning is None:
         return ["start: answer"]
-    opened = prompt.rstrip().endswith(reasoning.start)
-    if choice.mode == "auto" and not opened:
-        return ["start: answer"]
+    opened, begin = prompt.rstrip().endswith(reasoning.start), _marker(tokenizer, reasoning.start)
     end = _until(tokenizer, "thought", reasoning.end)
     if choice.mode == "auto":
-        return ["start: thought answer | TEXT", *end]
+        if opened:
+            return ["start: thought answer | TEXT", *end]
+        if not begin.startswith("<["):
+            return ["start: answer"]
+        return [f"start: ({begin} thought)? answer | {begin} TEXT", *end]
     space = "SPACE: /[ \\n]{1,4}/"
     if opened:
         return ["start: thought SPACE? answer", *end, space]
-    return [f"start: ({_marker(tokenizer, reasoning.start)} thought SPACE?)? answer", *end, space]
+    return [f"start: ({begin} thought SPACE?)? answer", *end, space]
 
 
 def _automatic(start: str, format: ToolFormat, tokenizer: Tokenizer, parallel: bool) -> list[str]:

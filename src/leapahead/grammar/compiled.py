@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FEW = 24  # tokens that are looked at faster one by one than in a mask
 KEPT = 64  # compiled grammars that an LLM keeps
+MOST_MASKS = 256  # of one state
 GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # Units of llguidance: about 50,000 of the first take a millisecond, 14,000 of the second, 20,000 of the third.
 LIMITS = {
@@ -226,7 +227,7 @@ class State:
 
     def _allowed(self, length: int, path: Sequence[int]) -> npt.NDArray[np.uint32] | None:
         """The allowed tokens, a bit for each; None where the prefix is outside the grammar."""
-        if length != self._length:
+        if length != self._length or len(self._masks) == MOST_MASKS:  # other hosts may always give a length of 0
             self._length, self._masks = length, {}
         key = tuple(path)
         if key not in self._masks:

@@ -35,7 +35,7 @@ from leapahead.serve.anthropic_replies import (
     ToolUseContent,
 )
 from leapahead.serve.anthropic_schema import CountTokensRequest, MessagesRequest
-from leapahead.serve.errors import of_chat
+from leapahead.serve.errors import of_chat, renamed
 from leapahead.serve.formats import Reading
 from leapahead.serve.messages import json_object
 from leapahead.serve.replies import Usage
@@ -85,7 +85,7 @@ def written(event: MessageEvent) -> str:
 
 def failed(body: dict[str, Any]) -> str:
     """The event of an error."""
-    return f"event: error\n{streaming.error_event(body)}"
+    return f"event: error\n{streaming.error_event(renamed(body, NAMES))}"
 
 
 class Responder:
@@ -156,12 +156,17 @@ class Responder:
 
     def _added(self, parts: Sequence[Delta]) -> Iterator[MessageEvent]:
         for part in parts:
+            yield from self._called(part, begun=True)  # the rest of a call comes before what follows it
             if part.reasoning_content:
                 yield from self._text(ThinkingContent, "thinking", part.reasoning_content)
             if part.content:
                 yield from self._text(TextContent, "text", part.content)
-            for call in part.tool_calls:
-                yield from self._call(call)
+            yield from self._called(part, begun=False)
+
+    def _called(self, part: Delta, begun: bool) -> Iterator[MessageEvent]:
+        """Adds those calls of a part that earlier parts have begun, or those that they have not."""
+        for call in [call for call in part.tool_calls if (call.index in self._calls) == begun]:
+            yield from self._call(call)
 
     def _text(self, kind: type[TextContent] | type[ThinkingContent], name: str, text: str) -> Iterator[MessageEvent]:
         if not (self._is_open and isinstance(self._blocks[-1], kind)):

@@ -64,7 +64,8 @@ def prepared(service: Service, body: ChatRequest, owner: str) -> tuple[Job, Read
     scored = parameters.prompt_logprobs(body, settings, texts.info.vocab_size)
     available, choice = formats.available(body)
     prompt = texts.chat(body, body.truncate_prompt_tokens)
-    parameters.set_length(found, parameters.chat_length(body, prompt, settings, texts.info.context_length))
+    before = prompt if texts.info.decoder is None else texts.info.decoder.start  # the answer, in the context
+    parameters.set_length(found, parameters.chat_length(body, before, settings, texts.info.context_length))
     reading = formats.reading(body, choice, available, prompt)
     found["grammar"] = formats.grammar(body, reading)
     deadline = body.extension.deadline_seconds

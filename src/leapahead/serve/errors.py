@@ -157,13 +157,25 @@ def of_chat(names: Mapping[str, str]) -> Iterator[None]:
         raise _renamed(error, names) from error
 
 
+def renamed(body: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The error object of a chat with another path's names of the parameters, see `of_chat`."""
+    message, param = _with_names(body["error"]["message"], body["error"]["param"], names)
+    return {**body, "error": {**body["error"], "message": message, "param": param}}
+
+
 def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    param, message = error.param, error.detail
+    message, param = _with_names(error.detail, error.param, names)
+    return ApiError(error.status_code, message, param, error.code, error.headers)
+
+
+def _with_names(message: str, param: str | None, names: Mapping[str, str]) -> tuple[str, str | None]:
     for theirs, ours in names.items():
         if param is not None and (param == theirs or param.startswith(f"{theirs}.")):
             param = ours + param.removeprefix(theirs)
-        message = re.sub(rf"\b{theirs}\b", ours, message)
-    return ApiError(error.status_code, message, param, error.code, error.headers)
+        # Those without an underscore are words, too.
+        place = rf"\b{theirs}\b" if "_" in theirs else rf"\b{theirs}(?==)|^{theirs}\b|(?<=parameter '){theirs}(?=[.'])"
+        message = re.sub(place, ours, message)
+    return message, param
 
 
 def _param(loc: Sequence[int | str]) -> str | None:

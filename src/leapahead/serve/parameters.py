@@ -108,8 +108,13 @@ def completion_length(body: CompletionRequest, prompts: Sequence[Sequence[int]],
     return min(default if found is None else found, most - min(map(len, prompts)))
 
 
-def chat_length(body: ChatRequest, prompt: Sequence[int], settings: Settings, most: int) -> int:
-    """Greatest length of a chat's answers, which also end where the context does."""
+def chat_length(body: ChatRequest, before: Sequence[int], settings: Settings, most: int) -> int:
+    """Greatest length of a chat's answers, which also end where the context does.
+
+    Args:
+        before: what stands before the answer in the context.
+        most: tokens of the context.
+    """
     limits = settings.limits
     _length("min_tokens", body.min_tokens, settings, most)
     given = (
@@ -118,7 +123,7 @@ def chat_length(body: ChatRequest, prompt: Sequence[int], settings: Settings, mo
     )
     asked = [length for length in given if length is not None]
     asked = asked or [length for length in (limits.max_tokens, limits.default_max_tokens) if length is not None]
-    return min([*asked, most - len(prompt)])
+    return min([*asked, most - len(before)])
 
 
 def _length(name: str, given: int | None, settings: Settings, most: int) -> int | None:

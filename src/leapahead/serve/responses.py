@@ -26,7 +26,7 @@ from leapahead.chat import Delta, ToolCallDelta
 from leapahead.engine.output import TokenLogprobs
 from leapahead.results import Piece, Result
 from leapahead.serve import chat, logprobs, streaming
-from leapahead.serve.errors import of_chat
+from leapahead.serve.errors import of_chat, renamed
 from leapahead.serve.formats import Reading
 from leapahead.serve.prompts import Texts
 from leapahead.serve.replies import TokenLogprob, Usage
@@ -136,8 +136,9 @@ class Responder:
 
     def failed(self, body: dict[str, Any]) -> str:
         """The event of an error: OpenAI's has its members beside `type`, and its clients look for them in `error`."""
-        more = {name: body["error"][name] for name in ("code", "message", "param")}
-        return f"event: error\n{streaming.error_event({**body, **more, 'sequence_number': self._sent})}"
+        ours = renamed(body, NAMES)
+        more = {name: ours["error"][name] for name in ("code", "message", "param")}
+        return f"event: error\n{streaming.error_event({**ours, **more, 'sequence_number': self._sent})}"
 
     def _ended(self, members: Members, finish_reason: str | None) -> ResponseReply:
         list(self._closed(finish_reason))
@@ -199,12 +200,17 @@ class Responder:
         if self._has_logprobs and entries:
             self._pending = [*self._pending, *self._logprobs(entries)]
         for part in parts:
+            yield from self._called(part, begun=True)  # the rest of a call comes before what follows it
             if part.reasoning_content:
                 yield from self._text(OutputReasoning, "reasoning_text", part.reasoning_content)
             if part.content:
                 yield from self._text(OutputMessage, "output_text", part.content)
-            for call in part.tool_calls:
-                yield from self._call(call)
+            yield from self._called(part, begun=False)
+
+    def _called(self, part: Delta, begun: bool) -> Iterator[Event]:
+        """Adds those calls of a part that earlier parts have begun, or those that they have not."""
+        for call in [call for call in part.tool_calls if (call.index in self._calls) == begun]:
+            yield from self._call(call)
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[TokenLogprob]:
         return logprobs.chat(entries, self._texts.token, self._bytes, False).content

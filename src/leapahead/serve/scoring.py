@@ -11,14 +11,30 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
+from leapahead.core.errors import CacheFull
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.drafters.base import Drafter
-from leapahead.models.base import CHAIN, LOGITS
+from leapahead.models.base import CHAIN, LOGITS, TargetInfo
 from leapahead.models.choices import Choices
 from leapahead.planner.draft import Proposal, SequenceView
+from leapahead.serve.errors import ApiError
 
 CHUNK = 64  # tokens of a step: their logits are all in memory
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], info: TargetInfo) -> None:
+    """Refuses prompts whose tokens get no log-probabilities.
+
+    Raises:
+        ApiError: they are read by an encoder, which gives none.
+        CacheFull: one is longer than the KV cache. It is decoded behind its first token, so nothing else would tell.
+    """
+    if info.decoder is not None:
+        message = "encoder-decoder models have no log-probabilities of prompts; leave out prompt_logprobs, or echo"
+        raise ApiError(400, message, "prompt_logprobs", "invalid_value")
+    if info.cache_tokens and (longest := max(map(len, prompts))) > info.cache_tokens + 1:  # the last one needs no room
+        raise CacheFull(f"the prompt has {longest} tokens and the cache {info.cache_tokens}; shorten it")
 
 
 class Given(Drafter):

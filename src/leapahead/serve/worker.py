@@ -30,7 +30,7 @@ from leapahead.results import Piece, Result, Writer
 from leapahead.serve import logs
 from leapahead.serve.errors import ApiError
 from leapahead.serve.metrics import Metrics
-from leapahead.serve.scoring import Given
+from leapahead.serve.scoring import Given, check_prompts
 from leapahead.serve.settings import Settings
 
 RETRY_AFTER = 1  # seconds, what a client is told that finds the queue full
@@ -201,11 +201,9 @@ class Worker:
         """Log-probabilities of each prompt's tokens. The first token's one says nothing.
 
         Raises:
-            ApiError: the prompts are read by an encoder, which gives none.
+            ApiError: see `scoring.check_prompts`.
         """
-        if self.llm.llm.target.info.decoder is not None:
-            message = "encoder-decoder models have no log-probabilities of prompts; leave out prompt_logprobs, or echo"
-            raise ApiError(400, message, "prompt_logprobs", "invalid_value")
+        check_prompts(job.prompts, self.llm.llm.target.info)
         engine, (changed, notify) = self.llm.llm.engine, wake_up()
         drafter = await asyncio.to_thread(engine.drafter, Given)
         batch = self._batch(job, changed)
