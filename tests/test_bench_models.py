@@ -396,11 +396,14 @@ def test_a_gguf_file_is_loaded_for_each_batch_size(tmp_path: Path) -> None:
     def load(model: Model, plan: Plan) -> Loaded:
         loaded.append((model.spelled or model.path, plan.batches))
         target = ToyTarget()
-        target.info = replace(target.info, kv_cache=f"a cache for {max(plan.batches)}")
+        most = max(plan.batches)  # llama.cpp rounds the context of one cache up, and has less free memory each time
+        cache = f"a cache for {most}, since 1.{len(loaded)} GB are free"
+        target.info = replace(target.info, kv_cache=cache, context_length=target.info.context_length - most)
         return Loaded(target, Letters(), ())
 
     said: list[str] = []
     runner.run(plan, kept, load=load, say=said.append)
+    assert any("a cache for 2, since 1.3 GB are free" in line for line in said)
     assert sum("a.gguf: triforce is left out" in line for line in said) == 1
     assert loaded == [("a.gguf", (1,)), ("ov", (1,)), ("a.gguf", (2,)), ("ov", (2,)), ("folder", (1, 2))]
     forms = ("a.gguf", "a.gguf(ov)")
@@ -413,6 +416,11 @@ def test_a_gguf_file_is_loaded_for_each_batch_size(tmp_path: Path) -> None:
         f"{target}, batch 2": {"chosen": "a cache for 2"} for target in (*forms, "folder")
     }
     assert "- a.gguf, batch 2: a cache for 2\n" in report.markdown(kept.as_dict())
+    contexts = {name: each["tokens"] for name, each in kept.conditions["contexts"].items()}
+    assert contexts["a.gguf, batch 1"] == contexts["a.gguf, batch 2"] + 1
+    again = record.Record.open(tmp_path, {"seed": 0, **plan.conditions("now")}, resume=True)
+    runner.run(replace(plan, temperatures=[0.0, 1.0]), again, load=load, say=said.append)
+    assert {row["temperature"] for row in again.rows} == {0.0, 1.0}
 
 
 def test_the_help_tells_what_peers_are_given() -> None:

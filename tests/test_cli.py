@@ -155,6 +155,9 @@ def test_drafted_tokens_in_colour(
     writer.end()
     writer.end()
     assert capsys.readouterr().out.replace("\x1b[0m\x1b[32m", "") == shown
+    writer.write(Piece("\x9b31m\x9d0;title", [5], 0, (("\x9b31m\x9d0;title\x85", False),)))
+    eight_bits = "\ufffd31m\ufffd0;title\x85" if "\u241b" in shown else "\x9b31m\x9d0;title\x85"
+    assert eight_bits in capsys.readouterr().out
     show_text("\x1b[31m")
     assert capsys.readouterr().out == ("\u241b" if terminal else "\x1b") + "[31m\n"
 
@@ -388,6 +391,10 @@ def test_search_layers(leapahead: Any, tmp_path: Path) -> None:
             "error: there is no folder 'my model'; give the folder of a Transformers",
         ),
         (["generate", "x", "-m", "name--of/model"], "error: there is no folder 'name--of/model'"),
+        (["generate", "x", "-m", "~no-such-user/model"], "error: there is no folder '~no-such-user/model'"),
+        (["generate", "x", "-m", "~no-such-user/a.gguf"], "error: there is no file '~no-such-user/a.gguf'"),
+        (["generate", "x", "-m", "~no-such-user/a", "--engine", "openvino"], "error: there is no folder '~no-such-user/a'"),
+        (["generate", "x", "--draft", "~no-such-user/a"], "error: there is no folder '~no-such-user/a'"),
         (["generate", "x", "-m", __file__], f"error: '{__file__}' is a file, but not a GGUF file; give "),
         (["generate", "word " * 600], "error: the prompt has"),
         (["check", "-d", "nothing"], "error: there is no drafter 'nothing'"),

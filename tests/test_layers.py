@@ -378,6 +378,8 @@ def test_the_formula() -> None:
 def test_the_search_refuses(target: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadParameter, match="no texts"):
         search(target, [])
+    with pytest.raises(BadParameter, match="seed=-1"):
+        search(target, PROMPTS, seed=-1)
     with pytest.raises(BadParameter, match="trials=0"):
         search(target, PROMPTS, trials=0)
     monkeypatch.setitem(sys.modules, "optuna", None)

@@ -89,10 +89,18 @@ def test_too_few_samples_are_measured_again() -> None:
     found, _ = tuning.tune(target, seconds=1.0, clock=target.clock)
     assert not found["few"]
     assert found["stored"] is not None
+    Path(found["stored"]).unlink()
     slow = Timed(lambda rows: 0.05 + 1e-9 * rows)
-    found, _ = tuning.tune(slow, seconds=0.1, clock=slow.clock)
+    found, profiles = tuning.tune(slow, seconds=0.1, clock=slow.clock)
     assert found["few"]
     assert found["stored"] is None
+    assert ProfileStore(slow.info.fingerprint).read(1) is None
+    profiles.prepare(slow)
+    assert profiles.profile(1)(8) == pytest.approx(0.05, rel=1e-3)  # what follows counts with what was measured
+    batch, profiles = tuning.tune(slow, sequences=4, seconds=0.1, clock=slow.clock)
+    assert batch["few"]
+    profiles.prepare(slow)
+    assert profiles.profile(4)(8) == pytest.approx(0.05, rel=1e-3)
 
 
 def test_what_is_free_may_be_all_that_was_measured() -> None:
@@ -265,6 +273,7 @@ def test_the_command_prints_the_numbers_that_it_gives_as_json(
     [
         ("a.gguf", {"backend": "llama.cpp"}, {}, "leapahead tune a.gguf 'a.gguf(engine=openvino)'"),
         ("a", {"backend": "transformers", "device": "cuda:0"}, {}, None),
+        ("a", {}, {}, None),  # on several devices
         ("a.gguf", {"backend": "llama.cpp", "gpu": "a GPU"}, {}, None),
         ("a", {"backend": "transformers", "device": "cpu"}, {"replays": True}, None),
         ("a", {"backend": "transformers", "device": "cpu"}, {"decoder": Decoder((0,))}, None),

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from leapahead.core.errors import BadParameter, needing
+from leapahead.core.parameters import whole
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import IntArray
 from leapahead.drafters.plain import Plain
@@ -40,6 +41,7 @@ from leapahead.models.transformers.forward import inputs
 from leapahead.models.transformers.model import TransformersTarget
 
 ROUNDS = 9  # rounds of timing
+MOST_SEED = 2**32 - 1  # of numpy's generators, which the optimiser uses
 TOGETHER = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # shares of the layers that the fixed trials skip together
 
 
@@ -135,13 +137,13 @@ def search(
     Args:
         texts: token ids of prompts; drafts are compared with the target's continuations of them.
         trials: number of sets that are tried.
-        seed: of the optimiser.
+        seed: of the optimiser, from 0 to `MOST_SEED`.
         progress: called after every trial.
         new: greatest number of tokens of each continuation.
 
     Raises:
         Refused: the model's layers cannot be skipped.
-        BadParameter: no texts, no trials or no new tokens.
+        BadParameter: no texts, no trials, no new tokens, or an impossible seed.
         LeapaheadError: optuna is not installed.
     """
     with needing("the search for layers to skip", "skip", "optuna"):
@@ -150,6 +152,7 @@ def search(
         raise BadParameter("there are no texts to search with; give at least one")
     if trials < 1 or new < 1:
         raise BadParameter(f"trials={trials}, new={new} is not possible: both must be at least 1")
+    whole("seed", seed, most=MOST_SEED)
     parts = sub_layers(target)
     agreement = Agreement(target, texts, new)
     costs = Costs.measure(parts, int(texts[0][-1]))

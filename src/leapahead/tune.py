@@ -83,9 +83,12 @@ def tune(
         busy, few = _busy(found, sequences), _few(found)
         if not (busy or few):
             break
-    profile = LatencyProfile(fitted(found), bucket=target.info.bucket, prepared=target.info.prepared)
-    profiles = LatencyProfiles(target.info, clock=clock)
-    stored = not (busy or few) and profiles.put(sequences, profile)
+    info, doubtful = target.info, busy or few
+    profile = LatencyProfile(fitted(found), assumed=doubtful, bucket=info.bucket, prepared=info.prepared)
+    profiles = LatencyProfiles(info, clock=clock)
+    if sequences > 1:
+        profiles.prepare(target)  # of one sequence; a later measurement of it would replace this one
+    stored = profiles.put(sequences, profile, store=not doubtful)
     rows = _rows(found, profile, sequences)
     measured: Data = {
         "figure": "tune",

@@ -17,7 +17,7 @@ from leapahead.core.storage import replaceable, write_text
 FILE = "bench.json"
 OVERALL = "overall"  # the task of rows over all tasks
 FREE = ("date", "commit", "resumed")  # conditions that may differ when a bench is resumed; all of them are kept
-GROWING = ("tasks", "targets", "kv_cache")  # conditions to which names may be added
+GROWING = ("tasks", "targets", "contexts", "kv_cache")  # conditions to which names may be added
 # What a report reads of every row, and of the conditions.
 ROW = {
     *("task", "target", "drafter", "temperature", "batch", "speedup", "tokens_per_second", "acceptance_length"),

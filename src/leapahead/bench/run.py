@@ -191,9 +191,13 @@ def _form(
     given = plan.given(model)
     options = {"options": given} if given else {}
     record.describe("targets", label, {**_describe(loaded), **options, "refused": refused})
-    if (most := max(plan.batches)) > 1 and loaded.target.info.kv_cache:
-        tell(loaded.target.info.kv_cache)
-        record.describe("kv_cache", f"{label}, batch {most}", {"chosen": loaded.target.info.kv_cache})
+    info, most = loaded.target.info, max(plan.batches)
+    of_batch = f"{label}, batch {most}"  # a GGUF file is loaded for each, with a cache and a context of its own
+    record.describe("contexts", of_batch, {"tokens": info.context_length})
+    if most > 1 and info.kv_cache:
+        tell(info.kv_cache)
+        chosen = info.kv_cache.partition(", since ")[0]  # the reason names the free memory, which changes
+        record.describe("kv_cache", of_batch, {"chosen": chosen})
     return Form(label, loaded, contenders, tell)
 
 
@@ -289,7 +293,6 @@ def _describe(loaded: Loaded) -> dict[str, Any]:
     return {
         "name": info.name,
         **({"weights": digest} if digest else {}),  # a bench is not resumed with others of the same name
-        "context": info.context_length,
         "precision": info.precision,
         "chat": "chat template" if has_template(loaded.tokenizer) else "plain text",
         **({"reference": info.reference} if info.reference else {}),

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="Greatest length of each text in tokens.",
 )
-@option("--seed", type=int, default=0, help="Seed of the search.")
+@option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, help="Seed of the search.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def search_layers(
     data: Path | None, limit: int, trials: int, max_new_tokens: int, seed: int, as_json: bool, **values: Any

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 DRAFTED = "\x1b[32m"  # green
 PLAIN = "\x1b[0m"
 WIDTH = 120  # of a table that is not shown on a terminal
+# What begins a command to the terminal: ESC, and the control characters of 8 bits but for the line break among them.
+CONTROLS = {0x1B: "\u241b", **{code: "\ufffd" for code in range(0x80, 0xA0) if code != 0x85}}
 
 
 class Console(RichConsole):
@@ -59,8 +61,8 @@ def coloured() -> bool:
 
 
 def harmless(text: str) -> str:
-    """The text without the escape characters by which it could control the terminal."""
-    return text.replace("\x1b", "\u241b")
+    """The text without the escape characters by which it could control the terminal, of 7 and of 8 bits."""
+    return text.translate(CONTROLS)
 
 
 class TextWriter:

@@ -253,7 +253,7 @@ def _show(found: Data) -> None:
 def comparison(model: str | None, conditions: Data, info: TargetInfo) -> str | None:
     """The command that compares a model with itself under OpenVINO, which reads decoders with plain attention only."""
     with_options = {"transformers": "engine=openvino, weights=bf16", "llama.cpp": "engine=openvino"}
-    options = with_options.get(conditions["backend"])
+    options = with_options.get(conditions.get("backend", ""))  # a model on several devices has none
     on_cpu = conditions["gpu"] is None and conditions.get("device", "cpu") == "cpu"
     is_plain = info.decoder is None and not info.replays and CHAIN in info.capabilities
     if model in (None, BUNDLED) or options is None or not (is_plain and on_cpu):

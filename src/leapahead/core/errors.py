@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ def check_folder(name: str | Path) -> None:
     Raises:
         BadParameter: it is not there.
     """
-    text, folder = str(name), Path(name).expanduser()
+    text, folder = str(name), Path(os.path.expanduser(name))
     is_path = folder.is_absolute() or text.startswith("~") or not HUB_ID.fullmatch(text)
     if is_path and not folder.exists():
         raise BadParameter(f"there is no folder {text!r}; give the folder of a Transformers model, or a hub id")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leapahead.core.errors import BadParameter, Refused, needing
-from leapahead.core.parameters import apart, whole
+from leapahead.core.parameters import apart, file_path, whole
 from leapahead.core.text import Tokenizer, difference
 from leapahead.drafters.draft_runner import LEAST_WINDOW, LONGEST_CHAIN, SINKS
 from leapahead.drafters.sources.draft import MASKED, DraftSource, ParallelDraftSource
@@ -390,7 +390,7 @@ def _check_memory(name: str) -> None:
     Raises:
         BadParameter: naming both sizes.
     """
-    path = Path(name).expanduser()
+    path = file_path("draft", name)
     files = [path] if path.is_file() else list(path.glob("*.safetensors")) if path.is_dir() else []
     size, left = sum(file.stat().st_size for file in files), free_host_bytes()
     if size > left:

@@ -6,6 +6,7 @@ A head is loaded beside its target, whose hidden states it reads, once for all d
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def lasting(head: Any) -> Any:
         return [lasting(name) for name in names]
     if not isinstance(head, (str, Path)) or not str(head).strip() or head in (OWN, loading.BUNDLED):
         return head
-    folder = Path(str(head).strip()).expanduser()
+    folder = Path(os.path.expanduser(str(head).strip()))
     return folder.absolute() if (folder / "config.json").is_file() else head
 
 

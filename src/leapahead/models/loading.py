@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from leapahead.core import openmp
 from leapahead.core.errors import BadParameter, Refused, check_folder, needing
-from leapahead.core.parameters import flag, is_whole
+from leapahead.core.parameters import file_path, flag, is_whole
 from leapahead.core.text import Tokenizer
 from leapahead.models import origin
 from leapahead.models.base import HoldsProcesses, Target
@@ -217,7 +217,7 @@ def check_place(model: str | Path) -> None:
         BadParameter: there is no such file or folder, or the file is no complete GGUF file.
     """
     if engine_of(model) == "llama.cpp":
-        check_file(Path(model).expanduser())
+        check_file(file_path("model", model))
     else:
         check_folder(model)
 

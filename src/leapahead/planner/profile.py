@@ -163,13 +163,13 @@ class LatencyProfiles:
         nearest = min(lengths, key=lambda length: (abs(length - self._length), length), default=0)
         return self._profiles.get((sequences, nearest))
 
-    def put(self, sequences: int, profile: LatencyProfile) -> bool:
-        """Replaces a profile by one that was just measured, and stores it; False if it could not be written."""
+    def put(self, sequences: int, profile: LatencyProfile, store: bool = True) -> bool:
+        """Replaces a profile by one that was just measured, and stores it if `store`. Returns whether it is stored."""
         with self._lock:
             self._see()
             self._profiles = {key: known for key, known in self._profiles.items() if key[0] != sequences}
             self._profiles[sequences, 0] = profile
-            return self.store.write({sequences: profile}, measured=True)
+            return store and self.store.write({sequences: profile}, measured=True)
 
     def observe(self, forward: Forward) -> None:
         """Corrects the profile of the forward's number of sequences.

@@ -59,7 +59,7 @@ def is_openvino(path: Any) -> bool:
         BadParameter: it names a place that may not be entered, or cannot be.
     """
     try:
-        return isinstance(path, (str, os.PathLike)) and (Path(path).expanduser() / MODEL).is_file()
+        return isinstance(path, (str, os.PathLike)) and (Path(os.path.expanduser(path)) / MODEL).is_file()
     except OSError as error:
         raise BadParameter(
             f"{str(path)!r} cannot be looked into ({error.strerror}); give the folder of a model that you may read"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -231,7 +232,7 @@ def _source(name_or_path: str | Path, file: str, trust_remote_code: bool) -> tup
 
     The hub is asked once, since its client repeats a request that cannot be sent for half a minute.
     """
-    name, folder = str(name_or_path), Path(name_or_path).expanduser()
+    name, folder = str(name_or_path), Path(os.path.expanduser(name_or_path))
     options: dict[str, Any] = {"trust_remote_code": flag("trust_remote_code", trust_remote_code)}
     if folder.is_dir():
         if not (folder / file).is_file():
