@@ -80,6 +80,22 @@ def opened(
     return session
 
 
+def test_a_text_that_is_cut_shares_no_more_than_it_has() -> None:
+    """So the cells that only its fork has are counted, and the fork makes room for a long prompt."""
+    target = load(n_ctx=256, kept_tokens=0)
+    first = opened(target, [*range(1, 151)])
+    twin = target.fork(first, GREEDY)
+    first.close()
+    twin.close()
+    session = opened(target, [*range(1, 11), *range(60, 200), 5])
+    assert np.isfinite(next_logits(target, session)).all()
+
+
+def test_a_context_of_one_sequence_says_why_there_are_no_trees() -> None:
+    with pytest.raises(Refused, match="does not have with n_seq_max=1; "):
+        Engine(load(n_seq_max=1)).drafter("lookahead")
+
+
 def next_logits(target: LlamaCppTarget, session: LlamaCppSession) -> np.ndarray:
     """float32 [vocab], after the last committed token."""
     return np.array(target.step([session], [TokenTree.root(session.tokens[-1])])[0].logits[0])

@@ -56,6 +56,13 @@ def opened(target: SeparateLlamaCppTarget, prompt: Any, capture: Any = None) -> 
     return session
 
 
+def test_no_sequence_reserves_more_than_its_own_cells(target: SeparateLlamaCppTarget) -> None:
+    """A length without an end, as of texts that end where the context does."""
+    sessions = [target.open(range(1 + at, 30 + at), GREEDY, reserve=10**6) for at in range(6)]
+    for session in sessions:
+        session.close()
+
+
 def chain(session: Any, drafted: int) -> TokenTree:
     return TokenTree.chain(session.tokens[-1], range(40, 40 + drafted))
 

@@ -106,6 +106,14 @@ def opened(target: LlamaCppTarget, prompt: Sequence[int], capture: Capture | Non
     return session
 
 
+def test_long_texts_of_a_model_without_cells_leave_room_for_drafts() -> None:
+    target = load("mamba", n_ctx=256)
+    sessions = [opened(target, [5 + at, *range(1, 200)]) for at in range(2)]
+    assert target.max_nodes > 8
+    for session in sessions:
+        session.close()
+
+
 def drafted(target: LlamaCppTarget, session: LlamaCppSession, tokens: Sequence[int]) -> np.ndarray:
     """float32 [nodes, vocab], of the root and a chain below it."""
     return np.array(target.step([session], [TokenTree.chain(session.tokens[-1], tokens)])[0].logits)

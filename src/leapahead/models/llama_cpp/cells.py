@@ -61,7 +61,9 @@ class Cells:
 
     @property
     def room(self) -> int:
-        """Cells that the next trees of all open sequences may take."""
+        """Cells that the next trees of all open sequences may take; states take none."""
+        if not self.context.model.cells:
+            return self.context.n_ctx
         return self.context.n_ctx - sum(max(track.length, track.prompt) - track.shared for track in self.open)
 
     @property
@@ -90,7 +92,7 @@ class Cells:
         while self._idle and self._leave:
             self._put_away()
         track.owner = owner
-        track.prompt, track.reserve = len(tokens), max(reserve, len(tokens) + 1)
+        track.prompt, track.reserve = len(tokens), max(min(reserve, self.context.longest), len(tokens) + 1)
         try:
             self._reserve(track, f"a prompt of {len(tokens) + 1} tokens")
         except CacheFull:
@@ -271,10 +273,10 @@ class Cells:
             track = self._copy(track)
         else:
             self._hand_over(track)
+        track.length, track.shared = most, min(track.shared, most)  # before another track shares its cells in its place
         self._lead(track)
         if not stateful:
             self.context.remove(track.main, most)
-        track.length, track.shared = most, min(track.shared, most)
         track.top_k = track.top_k and track.top_k.between(0, most)
         return track
 

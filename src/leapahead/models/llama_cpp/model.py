@@ -68,6 +68,7 @@ class LlamaCppTarget:
             cache_tokens=self.context.n_ctx,
             no_drafts=selftest.no_room(self),
             length_option="n_ctx" if self.context.may_grow else "",
+            no_trees="n_seq_max=1" if self.context.n_seq_max == 1 and not model.stateful else "",
         )
         able = self._tested()
         replays, reads = model.stateful and CHAIN in able, CHAIN in able and not model.stateful

@@ -81,12 +81,12 @@ class Pool(tracks.Cache[Track]):
         self._empty()
 
     def _empty(self) -> None:
+        self.version += 1  # first: after an interrupt below, nobody must go on with tensors over the former arrays
         self._arrays: list[Entries] = [
             np.zeros((count, FIRST_BLOCKS, *kind.shape), kind.dtype) for count, kind in self._kinds
         ]
         self.uses = [0] * FIRST_BLOCKS
         self._free = list(range(FIRST_BLOCKS - 1, -1, -1))
-        self.version += 1
 
     def memory(self, plane: int) -> Entries:
         """The entries of a plane: [blocks, heads, tokens, numbers]."""
