@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import get_ident
 from typing import Any, ClassVar
 
 import numpy as np
@@ -702,6 +703,21 @@ def test_a_request_waits_for_streams_of_other_tasks_only() -> None:
             assert (await other).tokens == alone(1, params=GREEDY)
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_the_texts_of_an_awaited_call_are_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tokens take a while, during which the other tasks of the loop go on."""
+    threads: list[int] = []
+
+    async def main() -> Any:
+        async with AsyncLLM(ToyTarget(), drafter="plain") as llm:
+            made = llm.llm._results
+            monkeypatch.setattr(llm.llm, "_results", lambda *given: threads.append(get_ident()) or made(*given))
+            return await llm.generate([[1], [2]], max_new_tokens=3)
+
+    assert [len(each.tokens) for each in asyncio.run(main())] == [3, 3]
+    assert threads
+    assert get_ident() not in threads
 
 
 def test_a_closed_llm_ends_its_texts_with_an_error() -> None:

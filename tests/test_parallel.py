@@ -94,6 +94,15 @@ def toys(request: pytest.FixtureRequest) -> Iterator[ParallelTarget]:
         yield target
 
 
+def test_a_forked_process_does_not_end_the_processes_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_devices(ToyTarget, 2) as target:
+        with monkeypatch.context() as child:
+            child.setattr("leapahead.models.parallel.target.os.getpid", lambda: -1)
+            target.close()
+        assert not target.link.problem
+        assert run(target, "lookahead").tokens == run(ToyTarget()).tokens
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -223,6 +223,19 @@ def test_what_no_row_causes_is_raised_and_leaves_nothing_behind() -> None:
     assert generate.llm.engine.lengths() == []
 
 
+def test_a_machine_without_memory_is_no_error_of_a_row() -> None:
+    """Targets tell it as a `LeapaheadError`. As a row, it would be missing in a job that has succeeded."""
+
+    class Full(ToyTarget):
+        def step(self, *_: Any, **__: Any) -> Any:
+            raise LeapaheadError("out of memory in a step at 3 tokens of context")
+
+    generate = Generate(Full(context_length=300), llm={"drafter": "plain"}, max_new_tokens=12)
+    with pytest.raises(LeapaheadError, match="out of memory in a step"):
+        generate({"prompt": objects([[1, 2], [5, 2]])})
+    assert generate.llm.engine.lengths() == []
+
+
 @pytest.mark.parametrize(("prompt", "kind"), [([], BadParameter), ([1] * 5000, ContextOverflow), (None, BadParameter)])
 def test_errors_are_raised_where_that_is_asked_for(prompt: Any, kind: type[Exception]) -> None:
     generate = made(errors="raise")

@@ -203,6 +203,15 @@ def test_processes_that_each_schedule_for_themselves_are_refused(install: Instal
     Proposer(config(parallel={"distributed_executor_backend": "external_launcher"}))
 
 
+def test_a_temperature_beyond_float32_does_not_end_the_drafts_of_others(install: Install) -> None:
+    """Versions of vLLM before 0.24 take it."""
+    install()
+    runner = Runner(proposer := Proposer(config()))
+    runner.serve(Job("hot", [7], 60, temperature=1e39), Job("greedy", [5], 90))
+    assert not proposer.figures.errors
+    assert proposer.figures.accepted
+
+
 def test_without_the_wrapped_method_texts_alone_are_drafted_from(
     install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -76,7 +76,7 @@ class AsyncLLM:
                 changed.clear()
         finally:
             llm.engine.cancel(*(handle for group in groups for handle in group), wait=False)
-        return llm._results(groups, options, single)
+        return await in_thread(llm._results, groups, options, single)  # many tokens; other tasks go on meanwhile
 
     async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Piece, None]:
         """As `LLM.stream`, asynchronously. Cancelling the task, or closing the generator, cancels the request."""

@@ -57,7 +57,7 @@ class Lost:
 
 
 LOST: Any = Lost("another thread used it")
-THREADS_LOST: Any = Lost("its model had threads of its own that compute")
+THREADS_LOST: Any = Lost("its model had threads of its own that compute, or an accelerator")
 
 
 class Changed(Condition):
@@ -73,7 +73,8 @@ class Turn:
     """The right to drive an engine.
 
     A forked child, which has none of its parent's other threads, goes on with an engine that nobody was using, unless
-    its target computes in such threads (`has_threads`).
+    its target computes in such threads, or in other processes or on an accelerator, which serve the parent
+    (`has_threads`).
 
     Args:
         target: of the engine.

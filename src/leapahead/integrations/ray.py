@@ -17,7 +17,15 @@ from typing import Any, cast
 import numpy as np
 
 from leapahead.api import LLM
-from leapahead.core.errors import BadParameter, LeapaheadError, first_line, needing
+from leapahead.core.errors import (
+    BadLogits,
+    BadParameter,
+    CacheFull,
+    ContextOverflow,
+    LeapaheadError,
+    first_line,
+    needing,
+)
 from leapahead.core.parameters import whole
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
@@ -32,6 +40,7 @@ __all__ = ["DrafterCacheActor", "Generate", "drafter_cache_actor", "row_seed"]
 
 MOST_FAILURES = 3  # exchanges that fail in a row, after which no further one is tried
 ERRORS = ("column", "raise")
+OF_ROW = (BadParameter, ContextOverflow, CacheFull, BadLogits)  # what a row can cause; all else is the machine's
 
 
 class Generate:
@@ -163,7 +172,7 @@ class Generate:
         return self.llm.writer(self._options).result(handle)
 
     def _failed(self, error: LeapaheadError) -> LeapaheadError:
-        if self._raises:
+        if self._raises or not isinstance(error, OF_ROW):
             raise error
         return error
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from leapahead.core.parameters import LARGEST
 from leapahead.core.sampling import LEAST_TEMPERATURE, Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
@@ -73,7 +74,8 @@ class Sequence:
         """
         prompt = min(request.prompt_length or length - new, length)
         tokens = record[:prompt].tolist()
-        temperature = max(request.temperature, LEAST_TEMPERATURE) if request.temperature > 0 else 0.0
+        # Some versions of vLLM take numbers beyond those of float32.
+        temperature = min(max(request.temperature, LEAST_TEMPERATURE), LARGEST) if request.temperature > 0 else 0.0
         sampler = Sampler(SamplingParams(temperature=temperature), tokens, vocab_size)
         tokens += record[prompt:length].tolist()
         sampler.committed()

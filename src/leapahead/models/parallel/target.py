@@ -19,6 +19,7 @@ Only this process drafts, verifies and decides, so nothing must be equal on the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -146,8 +147,11 @@ class ParallelTarget:
         LeapaheadError: another process could not load its model, or has another one.
     """
 
+    has_threads = True  # of the connections, which a forked process shares with its parent
+
     def __init__(self, target: Target, link: Link, end: Callable[[], None] = lambda: None) -> None:
         self.device, self.link, self._end = Device(target), link, end
+        self._process = os.getpid()
         self.lock = RLock()
         self._numbers = count()
         self._news: list[list[Command]] = [[] for _ in range(link.size)]
@@ -334,7 +338,9 @@ class ParallelTarget:
         return str(self.device.identity[-1])
 
     def close(self) -> None:
-        """Ends the other processes. Closing twice is harmless."""
+        """Ends the other processes, unless this is a forked one, whose parent they serve. Twice is harmless."""
+        if os.getpid() != self._process:
+            return
         if not self.link.problem:
             for rank in range(1, self.link.size):
                 with suppress(Disconnected):

@@ -186,6 +186,7 @@ class TransformersTarget:
             self.info = replace(self.info, cache_tokens=limit)
         self.executor.forget()  # the entries of the test
         self._changes = changes.Changes(model if watched and not exclusive else None, self.executor)
+        self.has_threads = self.device.type != "cpu"  # a forked process cannot use its parent's accelerator
         self.eager_choice = self.device.type != "cpu" if eager_choice is None else eager_choice
         self._on_host = self.device.type == "cpu" and not self.eager_choice
 
