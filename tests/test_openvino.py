@@ -38,6 +38,7 @@ from leapahead.models import huge_pages, loading
 from leapahead.models.base import Capture, read_prompt
 from leapahead.models.openvino import blocks, compiled, folder, paged
 from leapahead.models.openvino.blocks import Plane, Pool
+from leapahead.models.openvino.holding import Holding
 from leapahead.models.openvino.export import export
 from leapahead.models.openvino.model import OpenVinoTarget
 from leapahead.models.openvino.options import OpenVinoOptions
@@ -191,6 +192,30 @@ def test_a_prompt_that_begins_like_another_reads_the_rest(target: OpenVinoTarget
     again.close()
 
 
+@pytest.mark.parametrize(
+    ("plain", "padded", "leaving", "entering", "held"),
+    [
+        (8.0, 9.6, 13.5, 15.0, 2),  # milliseconds of a small model: changes take longest
+        (24.2, 36.7, 28.4, 40.0, 0),  # of a large one: rows do
+        (24.2, 30.0, 27.0, 33.5, 1),
+        (12.0, 10.0, 13.0, 12.0, 2),  # padding takes no time
+        (12.0, 14.0, 11.0, 13.0, 0),  # nor do changes
+    ],
+)
+def test_plain_steps_are_padded_until_that_has_cost_as_much_as_the_changes(
+    plain: float, padded: float, leaving: float, entering: float, held: int
+) -> None:
+    holding = Holding()
+    for _ in range(3):
+        assert (holding.steps(1, 4), holding.steps(1, 8)) == (2, 1)
+        for rows, before, seconds in ((1, 1, plain), (4, 4, padded), (1, 4, leaving), (1, 0, 99.0)):
+            holding.observe(rows, before, seconds)
+    holding.observe(4, 1, entering)
+    holding.observe(4, 4, 200.0)  # one slow forward
+    assert holding.steps(1, 4) == held
+    assert holding.steps(2, 4) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "held"), [(1, 0), (3, 2), (4, 2), (7, 1), (9, 0)])
 def test_plain_steps_after_a_draft_keep_its_rows_for_a_while_where_the_model_is_compiled_once(
@@ -333,6 +358,20 @@ def written(pool: Pool, track: Any, count: int, path: list[int] | None = None) -
 
 def entries(pool: Pool, track: Any) -> list[int]:
     return [int(pool.memory(0)[track.blocks[at // 4], 0, at % 4, 0]) for at in range(track.length)]
+
+
+def test_an_interrupted_pool_has_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody goes on with tensors over arrays that are gone."""
+    cache = pool()
+    before = cache.version
+
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(blocks, "range", interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        cache.forget()
+    assert cache.version != before
 
 
 def test_the_pool_moves_accepted_entries_and_frees_the_rest() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from threading import RLock
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -32,14 +33,11 @@ from leapahead.models.captured import TopK, first_row, prompt_rows
 from leapahead.models.choices import Choices, FloatArray, PromptRows, best
 from leapahead.models.openvino import selftest
 from leapahead.models.openvino.compiled import CompiledModel, Part
+from leapahead.models.openvino.holding import HELD_BUCKETS, Holding
 from leapahead.models.openvino.tracks import Cache, Track
 
 CHUNK = 512  # greatest number of tokens of a prompt in one forward
 EXACT_ROWS = 2  # tokens of a sequence in a forward, at least, with which all forwards give the same bits
-# Where the model is compiled once, plain steps after a drafted one keep its number of rows until so many were computed,
-# since the next step may draft again, which spares two changes of size; not after more than two buckets of rows.
-# The planner asks for at most four plain steps in a row where it wants to know the time of one, so these must be fewer.
-HELD_ROWS, HELD_BUCKETS = 8, 2
 TREE_ROOM = 256  # nodes of all trees that are possible while no sequence has filled a sliding window
 
 
@@ -111,6 +109,7 @@ class OpenVinoTarget:
         self._window = UNLIMITED
         self._sessions: list[OpenVinoSession] = []
         self._last_rows, self._plain_steps = 0, 0  # of the last step, and how many were plain since one was not
+        self._holding = Holding()
         self._given: list[Choices] = []  # of the last step: their logits are OpenVINO's memory
         self.info = TargetInfo(
             name=name,
@@ -133,6 +132,7 @@ class OpenVinoTarget:
                 "decoding bit for bit on this processor; leave out exact"
             )
         self._warm_up()
+        self._holding = Holding()  # without the forwards of the test
         self.pool.forget()
         self.pool.limit = limit
         # OpenVINO counts a sliding window by the row of a node and not by its depth, which differ in a tree.
@@ -246,7 +246,9 @@ class OpenVinoTarget:
         drafts = any(len(tree) - computed > 1 for tree, computed in zip(trees, known, strict=True))
         rows = self._rows(at, drafts)
         parts[-1] = _filled(parts[-1], rows - at)
+        began = perf_counter()
         logits, hidden = self._forward(parts, range(rows), drafts)
+        self._holding.observe(rows, self._last_rows, perf_counter() - began)
         self._last_rows, self._plain_steps = rows, 0 if drafts else self._plain_steps + 1
         states = self.model.states(hidden) if capture.hidden else None
         found = []
@@ -274,8 +276,9 @@ class OpenVinoTarget:
         if drafts:
             return -(-count // self.info.bucket) * self.info.bucket
         last, bucket = self._last_rows, 1 if self.info.prepared else self.info.bucket
-        holds = bucket > 1 and count < last <= HELD_BUCKETS * bucket and self._plain_steps < HELD_ROWS // last
-        return last if holds else count
+        # Where the model is compiled once, the rows of a small drafted step are kept for a while.
+        may = bucket > 1 and count < last <= HELD_BUCKETS * bucket
+        return last if may and self._plain_steps < self._holding.steps(count, last) else count
 
     def release(self, session: OpenVinoSession) -> None:
         """Ends a session; its blocks stay for a prompt that begins with its tokens, while there is room."""
