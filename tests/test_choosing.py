@@ -10,7 +10,7 @@ import torch
 
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
-from leapahead.models.choices import Choices
+from leapahead.models.choices import Choices, Rows
 from leapahead.models.transformers import choosing
 
 VOCABULARY = 50
@@ -61,6 +61,14 @@ def test_they_are_those_of_each_row(name: str, dtype: torch.dtype, top_k: int) -
             np.testing.assert_array_equal(values, np.sort(rows.double().numpy(), axis=1)[:, ::-1][:, : values.shape[1]])
             np.testing.assert_array_equal(values, np.take_along_axis(rows.double().numpy(), tokens, axis=1))
             assert eager.top_k(1)[0].tolist() == tokens[:, :1].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_log_sums_are_those_of_the_whole_rows(dtype: torch.dtype) -> None:
+    rows = (100 * torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0))).to(dtype)
+    expected = rows.double().logsumexp(dim=-1).numpy()[[2, 0]]
+    for logits in (rows, rows.double().numpy(), rows.float().numpy()):
+        np.testing.assert_allclose(Rows(logits).log_sums([2, 0]), expected, rtol=1e-6)
 
 
 def test_an_error_of_one_processor_concerns_its_session_alone() -> None:

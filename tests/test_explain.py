@@ -147,6 +147,21 @@ def test_p_is_the_softmax_of_the_parents_logits() -> None:
             assert step.bonus_p is None
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_q_is_the_softmax_of_the_draft_models_logits(temperature: float) -> None:
+    """Of all of them, where the drafter keeps those of the likeliest tokens."""
+    target, draft = (ToyTarget(2000, order=1, sharpness=1.0, seed=seed) for seed in (3, 4))
+    options = {"draft": draft, "nodes": 4, "depth": 2}
+    sampling = SamplingParams(temperature=temperature, seed=5)
+    recording = record(target, None, [1, 2, 3], "draft_model", options, sampling=sampling, max_new_tokens=12)
+    drafted = [(step, node) for step in recording.steps for node in step.nodes[1:]]
+    assert len(drafted) > 12
+    for step, node in drafted:
+        logits = draft.row(((0, step.nodes[node.parent].token),))  # of order 1: the last token says it all
+        (q,) = node.q.values()
+        assert q == pytest.approx(np.exp(logits[node.token]) / np.exp(logits).sum(), abs=1e-6)
+
+
 def test_real_logits_too(loaded: Any) -> None:
     recording = recorded(loaded, max_new_tokens=20)
     for step in recording.steps:

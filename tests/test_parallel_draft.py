@@ -49,7 +49,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
     def recorded(self: ParallelDraftSource, keys: Sequence[Any], rows: Any, which: Any = None) -> None:
         keep(self, keys, rows, which)
         for path, masks in keys:
-            tokens, logp = self._rows[path, masks]
+            tokens, logp, _ = self._rows[path, masks]
             candidates = dict(zip(tokens.tolist(), logp.tolist(), strict=True))
             found.append(Kept(tuple(self._sequence.tokens), path, masks, candidates))
 

@@ -176,10 +176,13 @@ def test_log_probabilities_are_those_of_the_text_that_was_committed() -> None:
 # ------------------------------------------------------------------------------------- the draft model that stops
 
 
-@pytest.mark.parametrize("unsure", [0.0, 0.3, 1.0])
-def test_a_draft_model_stops_where_it_is_unsure(unsure: float) -> None:
-    """BiLD's fallback: no node below a path after which the draft model's likeliest token has less probability."""
-    draft, target = ToyTarget(sharpness=1.0), ToyTarget()
+@pytest.mark.parametrize(("unsure", "vocab_size"), [(0.0, VOCAB), (0.3, VOCAB), (1.0, VOCAB), (0.05, 400)])
+def test_a_draft_model_stops_where_it_is_unsure(unsure: float, vocab_size: int) -> None:
+    """BiLD's fallback: no node below a path after which the draft model's likeliest token has less probability.
+
+    The larger vocabulary has more tokens than the drafter keeps of a row.
+    """
+    draft, target = ToyTarget(vocab_size, sharpness=1.0), ToyTarget(vocab_size)
     drafter = DraftModelDrafter(draft, depth=4, nodes=4, chain=True, unsure=unsure)
     done = assert_same_text(target, drafter, stop=StopParams(max_new_tokens=60))
     lengths, tokens = [], list(PROMPT)

@@ -218,6 +218,7 @@ class _Recorder:
         kind: Any = registry.load(drafter) if isinstance(drafter, str) else drafter
 
         def begin(drafter: Any, sequence: SequenceView) -> None:
+            sequence.explained = True
             kind.begin(drafter, sequence)
             self.drafter = (drafter, sequence)
 

@@ -127,7 +127,7 @@ class Drafter(ABC):
         """Called after the commit of every step but a text's last; the tokens of the sequences have grown."""
 
     def draft_probabilities(self, sequence: SequenceView, tree: TokenTree) -> Probabilities:
-        """For reports, after a step: the probability that each draft model gave to every node of the tree.
+        """Of a sequence that is `explained`, after a step: the probability that each draft model gave to every node.
 
         Returns:
             Name of the draft model -> q, float64 [nodes]: the probability of the node's token after its parent, NaN

@@ -52,6 +52,16 @@ class Rows:
         tokens, logits = self._best
         return tokens[:, :k], logits[:, :k]
 
+    def log_sums(self, rows: Sequence[int]) -> FloatArray:
+        """float64 [len(rows)] on the host: of each of these rows, the log of the sum of exp over all its logits."""
+        logits = self._live()[list(rows)]
+        if is_torch_array(logits):  # on its device, so that one number a row is transferred
+            logits = (logits if logits.dtype.itemsize >= 4 else logits.float()).detach()
+            return np.asarray(logits.logsumexp(dim=-1).cpu().double().numpy())  # MPS has no float64
+        top = logits.max(axis=1, keepdims=True)
+        found: FloatArray = top[:, 0] + np.log(np.exp(logits - top).sum(axis=1, dtype=np.float64))
+        return found
+
     @property
     def logits(self) -> Array:
         """float [rows, vocab], unprocessed, of the target's kind and on its device. They are the reader's to keep."""

@@ -43,6 +43,8 @@ class SequenceView:
         owner: see `Target.open`, for targets that draft.
         source: the encoder's input, of an encoder-decoder model, whose `tokens` are the decoder's; else empty.
         replay: committed tokens that take rows of the next forward once more; see `Session.replay`.
+        explained: whether `Drafter.draft_probabilities` is called after the steps. To be set before `Drafter.begin`;
+            what draft models compute for it takes time.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class SequenceView:
         self.drafter_cache, self.prediction, self.owner = drafter_cache, tuple(prediction), owner
         self.source = tuple(source)
         self.replay = 0
+        self.explained = False
         self._sampler = sampler
         self.tokens = sampler.tokens
         self.prompt_length = sampler.prompt_length

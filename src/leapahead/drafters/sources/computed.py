@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,21 @@ from leapahead.planner.source import Candidate, Feature, FloatArray, Score, Sour
 
 Path = tuple[int, ...]  # drafted tokens from below the last committed one
 KEPT, KEPT_SAMPLED = 64, 1024  # likeliest tokens that are kept of each path: greedy, and for ranking with the noise
-Row = tuple[npt.NDArray[np.int64], FloatArray]  # tokens, likeliest first; their log-probabilities
+
+
+class Row(NamedTuple):
+    """What is kept of a network's logits after a path.
+
+    Attributes:
+        tokens: likeliest first.
+        logp: their log-probabilities among the likeliest tokens, as candidates have them.
+        share: the log of the probability that the likeliest tokens have together in the whole vocabulary; NaN where
+            nobody asks for it, since it takes time in the vocabulary.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    logp: FloatArray
+    share: float
 
 
 class Named(Protocol):
@@ -81,9 +95,13 @@ class ComputedSource(Source):
         logp = logits - logits[:, :1]
         logp -= np.log(np.exp(logp).sum(axis=1, keepdims=True))
         tokens = self.target_ids(tokens)
-        for key, row in zip(keys, range(len(tokens)) if rows is None else rows, strict=True):
+        which = list(range(len(tokens)) if rows is None else rows)
+        shares = [float("nan")] * len(which)
+        if self.unsure or self._sequence.explained:
+            shares = (logits[which, 0] - logp[which, 0] - found.log_sums(which)).tolist()
+        for key, row, share in zip(keys, which, shares, strict=True):
             known = tokens[row] < self._limit  # the network's vocabulary may be the larger one
-            self._rows[key] = tokens[row][known], logp[row][known]
+            self._rows[key] = Row(tokens[row][known], logp[row][known], share)
 
     def target_ids(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The target's ids of tokens of the network's vocabulary."""
@@ -99,18 +117,18 @@ class ComputedSource(Source):
     def _sure(self, state: Path) -> Row | None:
         """The row of a path, unless the network is unsure there."""
         row = self._rows.get(self.key(state))
-        return None if row is None or np.exp(row[1][:1].sum()) < self.unsure else row
+        return None if row is None or np.exp(row.logp[:1].sum() + row.share) < self.unsure else row
 
     def candidates(self, state: Path, limit: int) -> list[Candidate]:
         if (row := self._sure(state)) is None:
             return []
-        tokens, logp = row
+        tokens, logp, _ = row
         return self._candidates(state, tokens[:limit], logp[:limit])
 
     def seed_aware_candidates(self, state: Path, limit: int, score: Score) -> list[Candidate]:
         if (row := self._sure(state)) is None:
             return []
-        tokens, logp = row
+        tokens, logp, _ = row
         if len(tokens) > limit:
             best = np.argpartition(score(tokens, logp), -limit)[-limit:]
             tokens, logp = tokens[best], logp[best]
@@ -124,8 +142,11 @@ class ComputedSource(Source):
         return np.array([self._probability(path, token) for path, token in zip(parents, tokens, strict=True)])
 
     def _probability(self, path: Path, token: int) -> float:
-        """q of a token after a path: 0 if it is not among those that are kept, NaN if the path was not computed."""
+        """q of a token after a path: 0 if it is not among those that are kept.
+
+        NaN if the path was not computed, or if nobody has said that q would be asked for.
+        """
         if (row := self._rows.get(self.key(path))) is None:
             return float("nan")
-        found = np.flatnonzero(row[0] == token)
-        return float(np.exp(row[1][found[0]])) if len(found) else 0.0
+        found = np.flatnonzero(row.tokens == token)
+        return float(np.exp(row.logp[found[0]] + row.share)) if len(found) else 0.0

@@ -206,7 +206,7 @@ class GuessedSource(DraftSource):
             return token
         if (row := self._rows.get(path)) is None or not len(row[0]):
             return None
-        tokens, logp = row
+        tokens, logp, _ = row
         best = 0
         if self._sequence.sampled and self.seed_aware:
             best = int(self._sequence.scores(len(self._sequence.tokens) + len(path), tokens, logp).argmax())

@@ -59,7 +59,7 @@ class RowsGuesser(Guesser):
         recycling = self.recycling
         text = recycling.root(self.sequence)
         for path in paths:
-            tokens, logp = source.row(path)
+            tokens, logp, _ = source.row(path)
             if len(tokens):
                 k = recycling.k
                 recycling.keep([(*text, *path)[-recycling.longest :]], tokens[None, :k], logp[None, :k])
