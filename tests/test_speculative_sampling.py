@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from helpers import assert_same_text, run
+from helpers import PROMPT, assert_same_text, run
 from scipy.stats import chi2
 
 from leapahead import Engine, Request
@@ -220,6 +220,20 @@ def test_a_seed_gives_the_same_sample_again_and_greedy_the_plain_text() -> None:
         one, two = (run(ToyTarget(), SpeculativeSampling(draft, rule=rule, width=width), params=WARM) for _ in "ab")
         assert one.tokens == two.tokens
         assert_same_text(ToyTarget(), SpeculativeSampling(draft, rule=rule, width=width))
+
+
+@pytest.mark.parametrize("unsure", [0.0, 0.3, 1.0])
+def test_greedily_it_stops_where_the_draft_model_is_unsure_at_temperature_1(unsure: float) -> None:
+    draft, tokens = ToyTarget(sharpness=1.0), list(PROMPT)
+    done = assert_same_text(ToyTarget(), SpeculativeSampling(draft, unsure=unsure), stop=StopParams(max_new_tokens=40))
+    sure = []
+    for step in done.steps:
+        drafted = step.tree.token_list[1:]
+        rows = [draft.row(tuple(enumerate([*tokens, *drafted[:depth]]))) for depth in range(len(drafted))]
+        sure += [(np.exp(row) / np.exp(row).sum()).max() for row in rows]
+        tokens += step.tokens
+    assert (done.stats.drafted == 0) == (unsure == 1.0)
+    assert (min(sure, default=1.0) < 0.3) == (unsure == 0.0)
 
 
 def test_nothing_is_drawn_where_the_draft_model_allows_tokens_only_that_the_target_does_not_have() -> None:

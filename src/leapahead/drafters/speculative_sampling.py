@@ -34,7 +34,7 @@ from leapahead.core.verify import Verdict
 from leapahead.drafters import draft_models
 from leapahead.drafters.base import Drafter, Host, Probabilities
 from leapahead.drafters.draft_models import DraftModel
-from leapahead.drafters.draft_runner import DraftRunner, Path
+from leapahead.drafters.draft_runner import Draft, DraftRunner, Path
 from leapahead.models.base import CHAIN, LOGITS, TREE, Capture
 from leapahead.models.choices import Choices
 from leapahead.planner.draft import Proposal, SequenceView
@@ -125,7 +125,7 @@ class SpeculativeSampling(Drafter):
                     if draft is None:
                         each.wanted = []
                     else:
-                        each.draw(draft.paths, _processed(draft.choices, draft.nodes, each.sequence.vocab_size))
+                        each.draw(draft)
         for sequence, each in zip(sequences, growing, strict=True):
             self._sequences[sequence].drawn = each.qs
         return [each.proposal() for each in growing]
@@ -189,14 +189,16 @@ class _Growing:
         self._chance: dict[Path, float] = {(): 1.0}
         self._children: dict[int, tuple[int, ...]] = {}
 
-    def draw(self, paths: Sequence[Path], q: FloatArray) -> None:
-        """Draws the children of these paths from q, float64 [paths, vocab]."""
+    def draw(self, draft: Draft) -> None:
+        """Draws the children of the paths of a draft forward."""
+        q = _processed(draft.choices, draft.nodes, self.sequence.vocab_size)
+        rows = zip(draft.paths, draft.nodes, q, strict=True)
         wanted = set(self.wanted)
         below: list[Path] = []
-        for path, row in sorted(zip(paths, q, strict=True), key=lambda each: -self._chance[each[0]]):
+        for path, at, row in sorted(rows, key=lambda each: -self._chance[each[0]]):
             # The number of draws must not depend on what is drawn here: see `leapahead.core.rejection`.
             count = min(self.width, self.room, self.leaves + 1)
-            if path not in wanted or count < 1 or not row.any() or row.max() < self.drafter.unsure:
+            if path not in wanted or count < 1 or not row.any() or self._is_unsure(draft.choices, at, row):
                 continue
             self.room -= count
             self.leaves -= count - 1
@@ -218,6 +220,15 @@ class _Growing:
         deeper = [path for path in below if len(path) < self.depth]
         most = -(-self.room // self.width)  # nodes that can still have children
         self.wanted = sorted(deeper, key=self._chance.__getitem__, reverse=True)[:most]
+
+    def _is_unsure(self, choices: Choices, node: int, row: FloatArray) -> bool:
+        """Whether the draft model's likeliest token after a node has less probability than `unsure`.
+
+        Greedily q is 1 at the choice, which tells nothing, so the distribution at temperature 1 is looked at.
+        """
+        if self.drafter.unsure and not self.sequence.sampled:
+            row = np.exp(choices.log_distribution(node))
+        return bool(row.max() < self.drafter.unsure)
 
     def proposal(self) -> Proposal:
         tree = self._builder.build()
