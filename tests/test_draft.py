@@ -23,6 +23,7 @@ from leapahead.models.base import ALL, HIDDEN, TREE, Target
 from leapahead.models.choices import Choices
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.acceptance import AcceptanceTable
+from leapahead.planner.draft import Step
 from leapahead.planner.latency import LatencyProfile
 from leapahead.planner.profile import LatencyProfiles
 
@@ -351,6 +352,21 @@ class Busy(ToyTarget):
         self.clock[0] += self.seconds * self.busy
         self.forwards += 1
         return super().step(*args, **options)
+
+
+def test_a_fixed_number_of_draft_forwards_is_run_whatever_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them takes twice as long as a plain step; only those are left out for which the text has no room."""
+    clock, tokens = [0.0], 60
+    target, draft = Busy(clock, 0.010), Busy(clock, 0.020)
+    monkeypatch.setattr(draft_runner, "perf_counter", lambda: clock[0])
+    steps: list[Step] = []
+    stop = StopParams(max_new_tokens=tokens)
+    engine = Engine(target, latency=target.latency)
+    drafter = engine.drafter("draft_model", draft=DraftModel(draft, None, draft.latency), depth=3, chain=True)
+    engine.run([handle := engine.submit(Request([1, 2, 3], drafter, stop=stop, on_step=steps.append))])
+    left = [tokens - (step.position - 2) for step in steps]
+    assert handle.stats.drafter["draft"]["forwards"] == sum(min(3, each - 1) for each in left)
+    assert handle.stats.accepted > 30
 
 
 def test_a_draft_model_that_was_slow_for_a_while_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ and drafting is suspended with exponential back-off. When sources are asked agai
 what the target chose, which costs no node, so drafting starts again as soon as it pays.
 
 A plan may be wrong, so the guard compares what drafted steps really cost and bring with plain steps, which are run now
-and then for this (`planner.guard`). With a fixed number of nodes there is no guard.
+and then for this (`planner.guard`). With a fixed number of nodes or of draft forwards, nothing is suspended.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class Planned(Drafter):
                 usable.append(source)
                 self.capture |= source.capture
         self.plans = bool(usable) and not self.nodes
+        self._suspends = not (self.nodes or (self.depth and self.draft_forwards))  # drafting, where it loses
         if not usable:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items())
             warnings.warn(
@@ -161,7 +162,7 @@ class Planned(Drafter):
     def _judge(self) -> None:
         """Tells the guard of the last forward, in which other drafters' sequences may have taken part."""
         forward, self._forward = self._forward, None
-        if forward is None or self.nodes or not forward.is_usual:
+        if forward is None or not self._suspends or not forward.is_usual:
             return
         sequences, rows = forward.cost.sequences, forward.cost.rows
         guard, latency = self._guards.get(sequences), self.host.latency
@@ -290,7 +291,7 @@ class Planned(Drafter):
         """The sequences whose sources are asked in this step, by index; none if the step must be a plain one."""
         drafting = [self._sequences[sequence] for sequence in sequences]
         # Where drafting is suspended for all, the step is a plain one anyway, and the latency profile is not read.
-        if not self.nodes and not all(each.back_off.remaining for each in drafting):
+        if self._suspends and not all(each.back_off.remaining for each in drafting):
             wanted = guard.requests_plain(self.host.latency.profile(total).wants_plain)
             if wanted or guard.checking:
                 for each in drafting:
@@ -356,7 +357,7 @@ class Planned(Drafter):
     def _asks(self, drafting: Drafting, budget: Budget) -> bool:
         """Whether the sources of a sequence are asked in this step; they have read the text then."""
         has_room = bool(drafting.sources) and min(budget.nodes, budget.depth) >= 1
-        drafting.asked = has_room and (self.nodes > 0 or not drafting.back_off.suspended())
+        drafting.asked = has_room and not (self._suspends and drafting.back_off.suspended())
         for source in drafting.readers if drafting.asked else ():
             source.read(drafting.sequence)
         return drafting.asked
