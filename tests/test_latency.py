@@ -1003,6 +1003,35 @@ def test_what_only_steps_have_shown_is_measured_again_soon(is_measured: bool) ->
     assert store.read(1) is None
 
 
+def test_a_contradicted_profile_with_nothing_to_store_is_no_reason_to_write() -> None:
+    writes = list[int]()
+
+    class Counted(ProfileStore):
+        def write(self, profiles: Any, measured: bool) -> bool:
+            writes.append(len(profiles))
+            return super().write(profiles, measured)
+
+    here = LatencyProfiles(ToyTarget().info, Counted("one"), clock=Clock())
+    here.put(1, LatencyProfile({1: 1e-3, 4: 1.1e-3}))
+    profile = here.profile(1)
+    # Two forwards contradict the measurement, and then the machine becomes slower, so that their size is forgotten.
+    for rows, seconds in [(1, 1e-3), (4, 2e-3), (4, 2e-3), *[(1, 2e-3)] * LEAST_STEPS]:
+        here.observe(Forward(seconds, Cost(rows, 1, 9)))
+    here.profile(2)
+    for rows in [2, 4] * LEAST_STEPS:  # which may be written
+        here.observe(Forward(1e-3 * rows, Cost(rows, 2, 9)))
+    here.recent(1)
+    assert profile.contradicted
+    assert profile.steps > LEAST_STEPS
+    assert sorted(profile.to_store()) == [1]
+    writes.clear()
+    for _ in range(20):
+        here.observe(Forward(2e-3, Cost(1, 1, 9)))
+        here.recent(1)
+    assert not writes
+    assert here.keep()
+
+
 def test_corrections_do_not_make_a_measurement_younger() -> None:
     target = Timed()
     content = stored(target)

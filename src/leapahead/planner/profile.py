@@ -198,7 +198,8 @@ class LatencyProfiles:
             changes = self._sizes.observe(forward.cost)
             if (profile := self._profiles.get((forward.cost.sequences, length))) is not None:
                 profile.observe(forward.cost.rows, forward.seconds, *changes)
-                is_refuted |= profile.contradicted and profile.steps >= LEAST_STEPS and not length
+                refuted = profile.contradicted and profile.steps >= LEAST_STEPS and not length
+                is_refuted |= refuted and len(profile.to_store()) > 1  # else `keep` leaves it out
         now = self.clock()
         if is_refuted or now - self._written >= WRITE_SECONDS:
             self._written = now
