@@ -151,6 +151,44 @@ def test_a_cancelled_request_releases_the_cache_of_its_draft_model() -> None:
     assert draft.closed
 
 
+class Interrupted(Counting):
+    """The first close of its sessions raises."""
+
+    def __init__(self, error: BaseException, **options: Any) -> None:
+        super().__init__(**options)
+        self.pending = [error]
+
+    def open(self, *args: Any, **options: Any) -> Any:
+        session = super().open(*args, **options)
+        close = session.close
+
+        def closing() -> None:
+            if self.pending:
+                raise self.pending.pop()
+            close()
+
+        session.close = closing
+        return session
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), LeapaheadError("lost")], ids=["interrupt", "error"])
+@pytest.mark.parametrize("name", ["draft_model", "speculative_sampling"])
+def test_what_a_close_raises_leaves_no_other_cache_taken_and_an_interrupted_one_is_repeated(
+    name: str, error: BaseException
+) -> None:
+    first, second = Interrupted(error), Counting(seed=5)
+    engine = Engine(ToyTarget())
+    drafts = [first, second] if name == "draft_model" else first
+    drafter: Any = engine.drafter(name, draft=drafts, nodes=4, depth=1)
+    handle = engine.submit(Request([1, 2, 3], drafter, stop=StopParams(max_new_tokens=12)))
+    with pytest.raises(type(error)):
+        engine.run([handle])
+    assert not first.pending
+    assert first.closed == isinstance(error, KeyboardInterrupt)
+    assert second.closed == (name == "draft_model")
+    assert not drafter._sequences
+
+
 def test_a_long_prompt_is_read_in_chunks_and_a_short_one_at_once() -> None:
     """Between two chunks the requests are stepped, plainly for those whose prompt is not read."""
     target, draft = ToyTarget(order=1), Counting(order=1)

@@ -14,12 +14,12 @@ from helpers import GREEDY, Run, run
 
 from leapahead import Engine, Request
 from leapahead.core.errors import BadParameter, ContextOverflow, LeapaheadError, Refused
-from leapahead.core.sampling import SamplingParams
+from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.drafters import registry
-from leapahead.drafters.triforce import TriForce
+from leapahead.drafters.triforce import Following, TriForce
 from leapahead.models.base import read_prompt
 from leapahead.models.self_draft import retrieval as self_draft
 from leapahead.models.self_draft.retrieval import RetrievalDraft
@@ -28,6 +28,7 @@ from leapahead.models.transformers import retrieval
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
 from leapahead.models.transformers.retrieval import Layout, Retrieval, Retrieved
 from leapahead.models.transformers.static.graphs import Calls
+from leapahead.planner.draft import SequenceView
 from research import plots
 from research import retrieval_costs as costs_of
 from research.retrieval_costs import measured
@@ -406,6 +407,25 @@ def test_a_small_model_that_cannot_follow_leaves_the_middle_alone(target: Transf
     assert done.tokens == run(target, prompt=prompt(140), stop=STOP).tokens
     assert "context" in done.stats.drafter["draft"]["stopped"]
     assert set(done.stats.drafted_by) == {"retrieval"}
+
+
+def test_an_interrupt_while_one_level_is_closed_leaves_the_cache_of_neither_taken() -> None:
+    class Closing:
+        is_open = True
+
+        def close(self) -> None:
+            if pending:
+                raise pending.pop()
+            self.is_open = False
+
+    pending, middle, small = [KeyboardInterrupt()], Closing(), Closing()
+    drafter, sequence = TriForce(), SequenceView(Sampler(GREEDY, [1, 2], 100))
+    drafter._sequences[sequence] = Following(middle, small)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        drafter.close(sequence)
+    drafter.close(sequence)
+    assert [middle.is_open, small.is_open] == [False, False]
+    assert not drafter._sequences
 
 
 def test_modules_that_were_replaced_are_an_error() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -147,6 +148,21 @@ class Drafter(ABC):
     def figures(self, sequence: SequenceView) -> dict[str, Any]:
         """What the drafter reports of a sequence, for `Stats.drafter` (plain types)."""
         return {}
+
+
+def close_all(kept: dict[SequenceView, Any], sequence: SequenceView, closing: Sequence[Callable[[], object]]) -> None:
+    """Calls all of these, which release what a drafter keeps of a sequence, also after one that raises.
+
+    The sequence is forgotten then. After an interrupt it is not, since the engine closes it again.
+    """
+    try:
+        with ExitStack() as stack:
+            for close in closing:
+                stack.callback(close)
+    except Exception:
+        kept.pop(sequence, None)
+        raise
+    kept.pop(sequence, None)
 
 
 class SequenceDrafter(ABC):

@@ -112,9 +112,9 @@ class DraftModelDrafter(Planned):
             self.learner.finish(sequence)
 
     def close(self, sequence: SequenceView) -> None:
-        super().close(sequence)
         if self.learner is not None:
             self.learner.close(sequence)
+        super().close(sequence)
 
     def release(self) -> None:
         if self.learner is not None:

@@ -23,7 +23,7 @@ import numpy as np
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import flag, whole
 from leapahead.core.tree import Budget, TokenTree
-from leapahead.drafters.base import Drafter, Host, Probabilities
+from leapahead.drafters.base import Drafter, Host, Probabilities, close_all
 from leapahead.drafters.draft_forwards import DraftForwards, StepForwards
 from leapahead.drafters.drafting import Drafting
 from leapahead.drafters.probe_groups import ProbeGroups
@@ -181,10 +181,9 @@ class Planned(Drafter):
             source.finish(sequence)
 
     def close(self, sequence: SequenceView) -> None:
-        if (drafting := self._sequences.pop(sequence, None)) is not None:
+        if (drafting := self._sequences.get(sequence)) is not None:
             self._before = drafting.back_off
-            for source in drafting.sources:
-                source.close()
+            close_all(self._sequences, sequence, [source.close for source in drafting.sources])
 
     def figures(self, sequence: SequenceView) -> dict[str, Any]:
         drafting = self._sequences.get(sequence)

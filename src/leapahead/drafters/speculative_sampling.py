@@ -32,7 +32,7 @@ from leapahead.core.rejection import (
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.core.verify import Verdict
 from leapahead.drafters import draft_models
-from leapahead.drafters.base import Drafter, Host, Probabilities
+from leapahead.drafters.base import Drafter, Host, Probabilities, close_all
 from leapahead.drafters.draft_models import DraftModel
 from leapahead.drafters.draft_runner import Draft, DraftRunner, Path
 from leapahead.models.base import CHAIN, LOGITS, TREE, Capture
@@ -156,8 +156,8 @@ class SpeculativeSampling(Drafter):
         return {"draft": q}
 
     def close(self, sequence: SequenceView) -> None:
-        if (state := self._sequences.pop(sequence, None)) is not None and state.runner is not None:
-            state.runner.close()
+        if (state := self._sequences.get(sequence)) is not None:
+            close_all(self._sequences, sequence, [] if state.runner is None else [state.runner.close])
 
     def figures(self, sequence: SequenceView) -> dict[str, Any]:
         if (state := self._sequences.get(sequence)) is None or (runner := state.runner) is None:

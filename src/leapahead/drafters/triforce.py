@@ -22,7 +22,7 @@ from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import is_left_out, whole
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters import draft_models
-from leapahead.drafters.base import Drafter, Host
+from leapahead.drafters.base import Drafter, Host, close_all
 from leapahead.drafters.draft_models import DraftModel
 from leapahead.drafters.draft_runner import Draft, DraftRunner, Path
 from leapahead.models.base import CHAIN
@@ -147,10 +147,9 @@ class TriForce(Drafter):
         return found
 
     def close(self, sequence: SequenceView) -> None:
-        if (found := self._sequences.pop(sequence, None)) is not None:
-            for runner in (found.middle, found.small):
-                if runner is not None:
-                    runner.close()
+        if (found := self._sequences.get(sequence)) is not None:
+            runners = [runner for runner in (found.middle, found.small) if runner is not None]
+            close_all(self._sequences, sequence, [runner.close for runner in runners])
 
     def figures(self, sequence: SequenceView) -> dict[str, Any]:
         if (found := self._sequences.get(sequence)) is None:
