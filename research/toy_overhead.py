@@ -192,8 +192,15 @@ class SteepTarget(ToyTarget):
 class Watched(Auto):
     """`auto`, which says whether its sources were asked in the last step."""
 
+    _were_asked = False
+
+    def propose(self, sequences: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Proposal]:
+        found = super().propose(sequences, budgets)
+        self._were_asked = any(self._sequences[sequence].asked for sequence in sequences)
+        return found
+
     def asked(self) -> bool:
-        return any(drafting.asked for drafting in self._sequences.values())
+        return self._were_asked
 
 
 def plain_steps(batches: Sequence[int] = (1, 4, 16), context: int = 8192, steps: int = 200) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from leapahead.core.tree import Budget, TokenTree
 from leapahead.models.base import CHAIN, TREE
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.acceptance import AcceptanceTable
-from leapahead.planner.compiled import sizes_that_pay
+from leapahead.planner.compiled import acceptance_table, sizes_that_pay
 from leapahead.planner.draft import SequenceView, Step
 from leapahead.planner.latency import LatencyProfile
 from leapahead.planner.profile import DraftingTime
@@ -284,6 +284,23 @@ def test_the_plan_counts_all_sequences_of_the_forward() -> None:
     stop = StopParams(max_new_tokens=12)
     engine.run([engine.submit(Request(list(PROMPT), drafter, stop=stop)) for drafter in drafters])
     assert 3 in asked
+
+
+@pytest.mark.parametrize("table", [AcceptanceTable, acceptance_table])
+def test_a_step_without_room_for_drafts_counts_no_candidate_as_wrong(table: Callable[[], AcceptanceTable]) -> None:
+    """As while other requests read their prompts in steps: the drafter is not asked then, and only observes."""
+    target, stop = ToyTarget(max_nodes=8), StopParams(max_new_tokens=24)
+    engine = Engine(target, acceptance=table())
+    handle = engine.submit(Request(list(PROMPT), engine.drafter("recycling", nodes=4), stop=stop))
+    while not handle.stats.drafted:
+        engine.step()
+    target.max_nodes, known = 1, engine.acceptance.rows()
+    assert known
+    engine.step()
+    assert engine.acceptance.rows() == known
+    target.max_nodes = 8
+    engine.run([handle])
+    assert handle.tokens == run(target, stop=stop).tokens
 
 
 def test_a_target_that_no_source_can_serve_is_reported_once_and_decodes_plainly() -> None:

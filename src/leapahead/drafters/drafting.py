@@ -19,7 +19,7 @@ class Drafting:
         correction: its factor on the acceptance estimates.
         back_off: of drafting; it goes on with that of a text before, so that short texts do not each try anew.
         search: made when the sources are asked for the first time.
-        asked: whether they were asked in the step that is under way.
+        asked: whether they were asked in the step that is under way; false between steps.
         can_pay: whether a draft would pay if the target chose all of its tokens.
     """
 

@@ -158,6 +158,7 @@ class Planned(Drafter):
                 if not self.nodes and drafting.observe_choice(step):
                     self._vain = 0
                 self._observing += self.host.latency.clock() - began
+            drafting.asked = False  # a step without room for drafts follows without a proposal
 
     def _judge(self) -> None:
         """Tells the guard of the last forward, in which other drafters' sequences may have taken part."""
