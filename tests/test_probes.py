@@ -22,6 +22,8 @@ from leapahead.drafters.probe_groups import Worth, endings
 from leapahead.drafters.sources.probes import ProbeSource
 from leapahead.engine import loop
 from leapahead.models.transformers.forward import CachedState
+from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.static.graphs import Calls
 from leapahead.planner.draft import SequenceView, Step
 
 PROMPTS = ["def add(a, b):\n    return a + b\n\ndef add(", "for number in range(10): print(", "The quick"]
@@ -268,6 +270,21 @@ def test_no_text_changes(
     if "nodes" in options:
         assert one.stats.drafter[kind]["groups"] > 0
         assert one.stats.drafted_by[kind] > 0 or options.get("drafter") != "head"
+
+
+@pytest.mark.parametrize("kind", ["pass", pytest.param("space", marks=SLOW)])
+def test_no_text_changes_where_forwards_are_captured(
+    kind: str, exact_model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Those with probes are not: the ids of probes are above the vocabulary, and captured forwards take ids."""
+    folder = write(tmp_path, kind, exact_model)
+    given: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True}
+    plain = LLM(exact_model, tokenizer=tokenizer, drafter="plain").generate(PROMPTS[0], **given)
+    target = TransformersTarget(exact_model, static=Calls())
+    found = LLM(target, tokenizer=tokenizer, head=folder, nodes=12).generate(PROMPTS[0], **given)
+    assert found.tokens == plain.tokens
+    assert found.stats.accepted > 0
+    assert found.stats.drafter[kind]["groups"] > 0
 
 
 def test_rows_count_as_cost_and_not_as_draft(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ class StaticExecutor(MaskedExecutor):
         **options: Any,
     ) -> list[Outputs]:
         self.prepares = False
-        has_probes = any(tree.probes for tree in trees)
+        has_probes = self.added is not None and self.added.used_by(trees)
         if options or has_probes or self.exits is not None or not self.cache.is_ready:
             return super().run(rows, trees, num_computed, layers, **options)
         computed = list(num_computed or [0] * len(trees))
