@@ -12,12 +12,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import load_file  # noqa: E402
 from training_parts import QUIET, model_of, stopping, texts_of  # noqa: E402
 
 from leapahead import LLM  # noqa: E402
 from leapahead.bench.conditions import silent  # noqa: E402
 from leapahead.core.errors import LeapaheadError  # noqa: E402
 from leapahead.models import loading  # noqa: E402
+from leapahead.models.transformers import linears  # noqa: E402
 from leapahead.training import decoding, probe_run  # noqa: E402
 from leapahead.training.batches import Order  # noqa: E402
 from leapahead.training.loop import Training  # noqa: E402
@@ -155,6 +157,23 @@ def test_other_targets_are_refused_by_name() -> None:
 
     with pytest.raises(LeapaheadError, match="takes tree masks and embeddings; train a draft model"):
         masked_executor(ToyTarget(8))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not linears.can_pack(), reason="this processor's bfloat16 is not oneDNN's")
+def test_embeddings_for_a_packed_target_are_trained(tiny_folder: Path, tmp_path: Path) -> None:
+    """oneDNN's product with a packed weight has no gradient."""
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    settings = ProbeSettings("pass", data=str(data), steps=3, batch=2, lr=0.1, depths=2, held_out=0, max_new_tokens=8)
+    llm = LLM(str(tiny_folder), dtype="bfloat16")
+    target: Any = llm.target
+    assert linears.is_packed(target.model)
+    probe_run.train_probes(llm, settings, tmp_path / "run", QUIET)
+    fresh = ProbeRecipe(target.model, masked_executor(target), settings.complete(32)).module.embeddings.weight
+    written = load_file(tmp_path / "run" / "head" / "model.safetensors")["embeddings.weight"]
+    assert written.dtype == torch.bfloat16
+    assert not torch.equal(written, fresh.to(torch.bfloat16))
 
 
 @pytest.mark.slow

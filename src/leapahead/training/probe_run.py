@@ -14,6 +14,7 @@ from leapahead.drafters.heads import checkpoint
 from leapahead.drafters.heads.config import PROBE_TYPE, SPACE
 from leapahead.models import loading
 from leapahead.models.transformers.families import TUNED
+from leapahead.models.transformers.linears import is_packed, unpack
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.training import card, decoding
 from leapahead.training.batches import Order
@@ -98,6 +99,9 @@ def train_probes(
     measured = conditions(target)
     trained, held_out, sets = gathered(llm, settings, folder, watch)
     llm.close()
+    if student is None and is_packed(target.model):  # there are no gradients through packed weights
+        with target.lock:
+            unpack(target.model)
     order, some = Order(trained, settings.batch, settings.seed), held_out[: settings.batch]
     training = Training(own, order, own.batch, own.settings, folder.checkpoint, own.batch(some) if some else None)
     state = training.run(watch)
