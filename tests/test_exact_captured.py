@@ -165,3 +165,16 @@ def test_a_cache_of_any_limit_has_whole_blocks() -> None:
     target.forget()
     assert differing(target, prompts_of((200,)), new=40) == 0
     assert target.executor.cache.capacity % compacted.BLOCK == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_bits_where_rows_give_way_to_slots() -> None:
+    """The second text takes another block, for which the limit leaves fewer rows than share a forward."""
+    target = captured("llama", backend=Calls(), **{**SMALL, "max_position_embeddings": 2048})
+    cache: Any = target.executor.cache  # type: ignore[attr-defined]
+    cache.limit = 8 * compacted.BLOCK
+    target.forget()
+    assert differing(target, prompts_of((5,) * 5), batch=5, new=4) == 0
+    assert len(cache.rows) == 8
+    assert differing(target, prompts_of((950,)), new=90) == 0
+    assert cache.capacity == 2 * compacted.BLOCK

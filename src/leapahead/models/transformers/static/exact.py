@@ -54,10 +54,10 @@ class CompactedCache(StaticCache):
 
     def begin_exact(self, rows: Sequence[Row], num_computed: Sequence[int], batch: int, n: int) -> Placed:
         """Prepares a forward of `batch` sequences."""
-        while len(self.rows) < TOGETHER:
+        placed = self.begin_static(rows, num_computed, n)._replace(batch=batch)
+        while len(self.rows) < TOGETHER:  # also where slots have grown, for which rows of closed sequences give way
             self.flush()
             self._make_room(len(self.rows) + 1, self.capacity)
-        placed = self.begin_static(rows, num_computed, n)._replace(batch=batch)
         for group in self.groups:
             self._first_places(group, batch)
         return placed
