@@ -25,6 +25,7 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import verify
 from leapahead.drafters import registry
+from leapahead.drafters.draft_model import DraftModelDrafter
 from leapahead.models.base import HIDDEN, Capture, read_prompt
 from leapahead.models.transformers.arguments import CACHE_NAMES
 from leapahead.models.transformers.forward import MaskedExecutor
@@ -253,6 +254,20 @@ def test_what_is_captured_outlives_the_entries() -> None:
     session.close()
     assert run(target, prompt=PROMPT).tokens == text.tokens
     assert cuda.captured == captured
+
+
+@pytest.mark.slow
+def test_an_early_exit_leaves_the_other_steps_captured() -> None:
+    cuda = FakeCuda()
+    target = capturing(cuda=cuda)
+    plain = run(target, prompt=PROMPT)
+    drafted = run(target, DraftModelDrafter("self:first=1", nodes=4, depth=2), PROMPT)
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.drafted_by["draft"] > 0
+    before = cuda.log.count("replay")
+    again = run(target, prompt=PROMPT)
+    assert again.tokens == plain.tokens
+    assert cuda.log.count("replay") - before >= len(again.steps)
 
 
 @pytest.mark.slow

@@ -107,6 +107,9 @@ class Handover:
             executor.exits = cls(executor)
         return executor.exits
 
+    def has(self, rows: Sequence[Row]) -> bool:
+        return any(row in self.rows for row in rows)
+
     def begun(self, rows: Sequence[Row]) -> dict[Row, Begun]:
         found = {row: each for row in rows if (each := self.rows.pop(row, None)) is not None}
         return {

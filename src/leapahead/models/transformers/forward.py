@@ -221,6 +221,9 @@ class CachedExecutor:
 class Exits(Protocol):
     """The part of a forward that early exits have computed already, see `self_draft.early_exit`."""
 
+    def has(self, rows: Sequence[Row]) -> bool:
+        """Whether something was computed of one of these rows."""
+
     def begun(self, rows: Sequence[Row]) -> dict[Row, Any]:
         """Takes what was computed of these rows, which is of no use after the next forward."""
 

@@ -127,7 +127,8 @@ class StaticExecutor(MaskedExecutor):
     ) -> list[Outputs]:
         self.prepares = False
         has_probes = self.added is not None and self.added.used_by(trees)
-        if options or has_probes or self.exits is not None or not self.cache.is_ready:
+        is_begun = self.exits is not None and self.exits.has(rows)
+        if options or has_probes or is_begun or not self.cache.is_ready:
             return super().run(rows, trees, num_computed, layers, **options)
         computed = list(num_computed or [0] * len(trees))
         n = rows_of(max(len(tree) - first for tree, first in zip(trees, computed, strict=True)), len(rows))
