@@ -133,6 +133,19 @@ def test_answers_of_the_draft_model_are_its_own(target: Any, texts: list[Text]) 
     assert own.module.generation_config is config
 
 
+def test_weights_have_gradients_after_answers_of_the_draft_model(target: Any, texts: list[Text]) -> None:
+    """Autocast keeps a cast weight to the end of its block, in older torch also one that was cast without them."""
+    own = DraftRecipe(student_of(), target, settings_of(on_policy=1.0), ())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = own.loss(own.batch(texts[:2]), torch.Generator().manual_seed(0))
+    found.loss.backward()
+    weights = {name: each for name, each in own.parameters.items() if "q_proj.weight" in name}
+    assert weights
+    for name, each in weights.items():
+        assert each.grad is not None, name
+        assert each.grad.count_nonzero(), name
+
+
 def test_answers_of_the_draft_model_follow_the_seed_and_end(target: Any, texts: list[Text]) -> None:
     own = DraftRecipe(student_of(), target, settings_of(), ())
     one, again, other = (own.own_answers(own.batch(texts[:4]), seed).texts for seed in (1, 1, 2))

@@ -169,6 +169,7 @@ class DraftRecipe:
                 suppress_tokens=self._unknown or None,
             )
         self.module.train()
+        torch.clear_autocast_cache()  # in older torch, it would give the loss weights as cast here, without gradients
         answers = [self._ended(row) for row in found[:, size:].tolist()]
         own = [Text(text.index, text.prompt, new, 1.0) for text, new in zip(batch.texts, answers, strict=True)]
         return Sequences(own, self.device)
