@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from leapahead.core.errors import LeapaheadError  # noqa: E402
 from leapahead.core.stats import Stats  # noqa: E402
 from leapahead.models import loading  # noqa: E402
 from leapahead.planner.acceptance import AcceptanceTable  # noqa: E402
-from leapahead.training import evaluate, export, losses, recipes  # noqa: E402
+from leapahead.training import evaluate, export, loop, losses, recipes  # noqa: E402
 from leapahead.training.batches import Order, batch_of  # noqa: E402
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES  # noqa: E402
 from leapahead.training.features import Online, TrainingTarget, training_target  # noqa: E402
@@ -245,6 +246,12 @@ def test_adamw_is_one_kernel_on_a_cpu() -> None:
         reference.param_groups[0]["lr"] = 0.01
         reference.step()
     assert torch.allclose(own, other, atol=1e-6)
+
+
+def test_trainings_do_not_emulate_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated products have the precision of bfloat16 without its speed."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert isinstance(loop.autocast(torch.device("cuda")), nullcontext)
 
 
 def test_muon_is_refused_where_pytorch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,7 +284,7 @@ class Training:
 def autocast(device: torch.device) -> Any:
     """A context in which matrix products are computed in bfloat16, where the processor has it."""
     if device.type == "cuda":
-        has = torch.cuda.is_bf16_supported()
+        has = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         has = device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return torch.autocast(device.type, torch.bfloat16) if has else nullcontext()
