@@ -178,3 +178,13 @@ def test_bits_where_rows_give_way_to_slots() -> None:
     assert len(cache.rows) == 8
     assert differing(target, prompts_of((950,)), new=90) == 0
     assert cache.capacity == 2 * compacted.BLOCK
+
+
+def test_a_cache_that_cannot_double_has_whole_blocks() -> None:
+    cache = captured_exact.CompactedCache()
+    for rows in (2, 3, 5):
+        cache._make_room(rows, 0)
+    assert (len(cache.rows), cache.capacity) == (8, compacted.BLOCK)
+    cache.limit = 8 * (3 * compacted.BLOCK + 300)
+    cache._make_room(8, 2 * compacted.BLOCK + 1)
+    assert (len(cache.rows), cache.capacity) == (8, 3 * compacted.BLOCK)

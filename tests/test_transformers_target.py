@@ -285,6 +285,20 @@ def test_doubling_stops_where_the_context_ends() -> None:
     assert cache.capacity == 320
 
 
+def test_a_cache_that_cannot_double_takes_at_once_what_its_limit_allows() -> None:
+    """Else it would be copied, and captured forwards made anew, in every step."""
+    cache = KVCache()
+    cache.limit = 1000
+    rows = [cache.take([each] * 256, 0) for each in range(3)]
+    found = set()
+    for length in range(256, 333):
+        for row in rows:
+            row.length = length
+        cache.begin(rows, [1] * 3)
+        found.add(cache.capacity)
+    assert found == {333}
+
+
 def test_neighbours_are_found_in_time_in_the_number_of_rows() -> None:
     cache = KVCache()
     cache.rows = [Row(index) for index in range(2048)]

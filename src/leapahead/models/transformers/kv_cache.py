@@ -230,23 +230,20 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def _move(self, row: Row, moves: Sequence[tuple[int, int]]) -> None:
         """Moves entries of a row: (from, to) of each, all of which are read before the first one is written."""
-        indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        indices: dict[torch.device, Tensor] = {}
         for group in self.groups if moves else ():
             entries = group.entries[:, row.index]  # [planes, heads, capacity, dim]
             if entries.device not in indices:
-                source, goal = torch.tensor(moves, device=entries.device).T
-                indices[entries.device] = source, goal
+                indices[entries.device] = torch.tensor(moves, device=entries.device).T
             source, goal = indices[entries.device]
             entries.index_copy_(2, goal, entries.index_select(2, source))
 
     def _admit(self, length: int, reserve: int) -> None:
         """Refuses a sequence that could make open ones run out of slots. Alone it is refused for its prompt only."""
-        open_rows = [row for row in self.rows if row.busy]
-        longest = max([reserve, *(row.reserved for row in open_rows)])
-        if self.limit == UNLIMITED:
-            return
-        if length > self.limit or (open_rows and (len(open_rows) + 1) * longest > self.limit):
-            raise self._full(len(open_rows) + 1, longest if open_rows else length)
+        busy = [row for row in self.rows if row.busy]
+        longest = max([reserve, *(row.reserved for row in busy)])
+        if self.limit != UNLIMITED and (length > self.limit or (busy and (len(busy) + 1) * longest > self.limit)):
+            raise self._full(len(busy) + 1, longest if busy else length)
 
     def _full(self, count: int, length: int) -> CacheFull:
         return CacheFull(
@@ -257,7 +254,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def _make_room(self, count: int, need: int) -> None:
         """Grows the tensors to `count` rows and `need` slots at least; rows of closed sequences give way to the limit.
 
-        Rows and slots are doubled where the limit allows it.
+        Rows and slots are doubled where the limit allows it; else all slots that it allows are taken at once.
         """
         if count <= len(self.rows) and need <= self.capacity:
             return
@@ -268,7 +265,8 @@ class KVCache(Cache):  # type: ignore[misc]
         if need > self.capacity:
             capacity = max(need, min(1 << (need - 1).bit_length(), self.usual_length))
         least = max(len(busy) + (count > len(self.rows)), 1)
-        sizes = ((doubled, capacity), (rows, capacity), (rows, need), (least, capacity), (least, need))
+        most = {some: max(need, min(capacity, self._most(some))) for some in (rows, least)}
+        sizes = ((doubled, capacity), (rows, capacity), (rows, most[rows]), (least, capacity), (least, most[least]))
         count, capacity = next((size for size in sizes if size[0] * size[1] <= self.limit), sizes[-1])
         if len(self.rows) > count:  # of closed sequences the longest are kept
             kept = sorted(self.rows, key=lambda each: (not each.busy, -each.length))[:count]
@@ -283,6 +281,10 @@ class KVCache(Cache):  # type: ignore[misc]
             group.resize(count, capacity)  # the old tensor is released before the next one is made
         self.rows += [self.row_class(index) for index in range(len(self.rows), count)]
         self.capacity = capacity
+
+    def _most(self, rows: int) -> int:
+        """How many slots the limit allows to so many rows."""
+        return self.limit // rows // self.block * self.block
 
     def _side_by_side(self, rows: Sequence[Row], windows: Sequence[int] = ()) -> int:
         """Exchanges rows until `rows` are neighbours, in any order; returns where they begin, one of `windows`."""
@@ -331,9 +333,8 @@ class KVCache(Cache):  # type: ignore[misc]
         self._make_room(len(self.rows), self._end)
         self._first_row = self._side_by_side(rows)
         order = sorted(range(len(rows)), key=lambda i: rows[i].index)
-        self._lengths, self._views = [ends[i] for i in order], {}
-        self._new, self._packed = [new[i] for i in order], packed
-        self.longest = max(ends)
+        self._lengths, self._new = [ends[i] for i in order], [new[i] for i in order]
+        self._packed, self._views, self.longest = packed, {}, max(ends)
         self._await(rows, num_computed, n)
         return order
 
@@ -378,8 +379,7 @@ class KVCache(Cache):  # type: ignore[misc]
             The view [batch, heads, kv, dim] of all entries.
         """
         if place not in self._place:
-            _, heads, _, dim = states.shape
-            group = Planes(states.new_zeros(1, len(self.rows), heads, self.capacity, dim))
+            group = Planes(states.new_zeros(1, len(self.rows), states.shape[1], self.capacity, states.shape[3]))
             self.groups.append(group)
             self._place[place] = group, 0
         group, plane = self._place[place]

@@ -71,6 +71,9 @@ class CompactedCache(StaticCache):
         finally:
             self.limit = before
 
+    def _most(self, rows: int) -> int:
+        return super()._most(rows) // BLOCK * BLOCK
+
 
 class CompactedExecutor(StaticExecutor):
     """Forwards of a given number of sequences."""
