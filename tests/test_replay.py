@@ -240,6 +240,39 @@ def test_rows_that_are_filled_up_reach_no_further_than_their_text() -> None:
     assert greatest == [29]
 
 
+def test_states_that_stay_behind_keep_no_memory_of_other_rows() -> None:
+    """Those of a row whose draft was rejected, and those that are kept of a closed session."""
+    target = target_of("qwen3_next")
+    target.forget()
+    sessions: list[Any] = [target.open(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    rows = [session.state.row for session in sessions]
+
+    def step(draft: list[int]) -> None:
+        """One forward for both, of which the roots alone are kept."""
+        trees = [TokenTree.chain(session.tokens[-1], draft) for session in sessions]
+        for session, choices in zip(sessions, target.step(sessions, trees), strict=True):
+            session.commit(Verdict((0,), (int(choices[0]),), 0))
+
+    def parts(states: Any) -> set[float]:
+        """Of the memory that these tensors hold, the part that is their own."""
+        return {each.nbytes / each.untyped_storage().nbytes() for each in states.tensors.values()}
+
+    for session in sessions:
+        read_prompt(target, session)
+    step([])
+    assert all(parts(row.states) == {0.5} for row in rows), "one forward computes the states of both"
+    step([1])
+    assert all(row.replay == 1 for row in rows)
+    assert all(parts(row.states) == {1.0} for row in rows)
+    step([])
+    assert all(row.replay == 0 for row in rows)
+    for session in sessions:
+        session.close()
+    for row in rows:
+        assert row.kept[-1] is row.states
+        assert all(parts(each) == {1.0} for each in row.kept)
+
+
 # ------------------------------------------------------------------------------------------------------------ prefixes
 
 

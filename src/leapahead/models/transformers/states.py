@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache
 
 from leapahead.core.tree import UNLIMITED
 from leapahead.models.transformers.kv_cache import KVCache, Row
+from leapahead.models.transformers.modes import computing
 
 MOST_KEPT = 2  # states of earlier moments, of one row
 
@@ -76,8 +77,18 @@ class StatefulRow(Row):
     def keep_states(self) -> None:
         """Keeps the present states for later sequences."""
         if self.states is not None and self.states.length == self.length:
+            self.states = apart(self.states)
             others = [each for each in self.kept if each.length < self.length]
             self.kept = [*others, self.states][-MOST_KEPT:]
+
+
+def apart(states: States) -> States:
+    """The same without the states of other rows, of which a forward computes all in one tensor."""
+    tensors = {
+        place: each.clone() if each.untyped_storage().nbytes() > each.nbytes else each
+        for place, each in states.tensors.items()
+    }
+    return States(states.length, tensors)
 
 
 class StatefulCache(KVCache):
@@ -113,9 +124,12 @@ class StatefulCache(KVCache):
 
     def release(self, row: Row) -> None:
         assert isinstance(row, StatefulRow)
-        row.keep_states()
-        row.pending_states, row.replay = {}, 0
-        super().release(row)
+        try:
+            with computing():  # sessions are closed in whatever mode the calling thread has
+                row.keep_states()
+        finally:
+            row.pending_states, row.replay = {}, 0
+            super().release(row)
 
     def settle(self, row: StatefulRow, count: int, branch: int | None = None) -> None:
         """Commits all `count` pending nodes, replayed ones included, with the states after them.
@@ -140,6 +154,8 @@ class StatefulCache(KVCache):
     def lag(self, row: StatefulRow, count: int) -> None:
         """Drops the pending nodes; `count` more of the committed tokens are read at the head of the next forward."""
         self.discard(row)
+        if row.replay == 0 and row.states is not None:  # the rows beside it go on to newer ones
+            row.states = apart(row.states)
         row.replay += count
 
     def discard(self, row: Row) -> None:
