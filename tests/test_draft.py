@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from architectures import BY_NAME
 from helpers import GREEDY, FixedLatency, Run, assert_same_text, run
 
 from leapahead import Engine, Request
@@ -22,6 +23,8 @@ from leapahead.drafters.draft_runner import CHUNK, LONGEST_CHAIN, DraftRunner
 from leapahead.models.base import ALL, HIDDEN, TREE, Target
 from leapahead.models.choices import Choices
 from leapahead.models.toy import ToyTarget
+from leapahead.models.transformers.kv_cache import KVCache
+from leapahead.models.transformers.model import TransformersTarget
 from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.draft import Step
 from leapahead.planner.latency import LatencyProfile
@@ -267,6 +270,67 @@ def test_a_draft_model_that_fails_leaves_the_text_alone() -> None:
 
     done = assert_same_text(ToyTarget(), DraftModelDrafter(Failing(), nodes=3, depth=3, chain=True))
     assert done.stats.drafter["draft"]["stopped"] == "out of memory"
+
+
+@pytest.fixture(scope="module")
+def small() -> TransformersTarget:
+    return TransformersTarget(BY_NAME["llama"].build(), hidden_states=False)
+
+
+def interrupted(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_a_draft_forward_leaves_the_other_texts_alone(
+    small: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model has computed a part of their trees in the same step, and discards it."""
+    engine, stop, pending = Engine(ToyTarget()), StopParams(max_new_tokens=24), [True]
+    drafter = engine.drafter("draft_model", draft=small, nodes=3, depth=3, chain=True)
+    other, mine = (engine.submit(Request(prompt, drafter, stop=stop)) for prompt in ([4, 5], [1, 2, 3]))
+    for _ in range(3):
+        engine.step()
+    step = small.step
+
+    def behind_the_first(sessions: Any, trees: Any, num_computed: Any = None) -> list[Choices]:
+        with monkeypatch.context() as patch:
+            if len(sessions) == 2 and any(num_computed) and pending and pending.pop():
+                patch.setattr(small.model, "forward", interrupted)
+            return step(sessions, trees, num_computed)
+
+    monkeypatch.setattr(small, "step", behind_the_first)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run([mine])
+    assert not pending
+    engine.run([other])
+    assert other.tokens == run(ToyTarget(), None, [4, 5], stop=stop).tokens
+    assert "stopped" not in other.stats.drafter["draft"]
+
+
+def test_tokens_whose_commit_was_interrupted_are_read_again_by_the_draft_model(
+    small: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [1, 2, 3]
+    runner = DraftRunner(small, tokens)
+    assert runner.read_ahead()
+    runner.add([(4, 5)])
+    DraftRunner.forward([runner])
+    tokens += [4, 6]
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "keep", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner.commit()
+    assert runner.reading
+    found = []
+    for each in (runner, DraftRunner(small, tokens)):
+        assert each.read_ahead()
+        each.add([()])
+        (draft,), _ = DraftRunner.forward([each])
+        assert draft is not None
+        found.append(draft.choices[draft.nodes[0]])
+        each.close()
+        small.forget()
+    assert found[0] == found[1]
 
 
 # -------------------------------------------------------------------------------------------------------- planning

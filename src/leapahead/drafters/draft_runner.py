@@ -189,11 +189,11 @@ class DraftRunner:
             if node is None or node >= self._computed:
                 break
             path.append(node)
+        self._tree = None  # before: should the rest be interrupted, its tokens are unread and are read again
         if self._computed:
             tokens = tuple(self.tokens[begin : begin + len(path)])
             with self.target.lock:
                 session.commit(Verdict(tuple(path), tokens, len(path) - 1))
-        self._tree = None
 
     def add(self, paths: Sequence[Path]) -> None:
         """Puts paths into the tree, as far as the draft model's limits allow. Its prompt must have been read."""
@@ -265,6 +265,10 @@ class DraftRunner:
             for each in able:
                 each.fail(str(error))
             return [None] * len(runners), None
+        except BaseException:  # an interrupt, after which other texts go on: what their sessions computed is discarded
+            for each in able:
+                each._tree = None
+            raise
         sizes = [len(builder) - each._computed for builder, each in zip(builders, able, strict=True)]
         rows = len(able) * max(sizes) if target.info.padded else sum(sizes)
         cost = Cost(rows, len(able), max(len(session.tokens) for session in sessions))
