@@ -972,6 +972,36 @@ def test_tokens_whose_commit_was_interrupted_are_read_again(model: Any, monkeypa
     assert target.step([session], [TokenTree.root(text[1])])[0][0] == text[2]
 
 
+def test_entries_that_an_interrupt_costs_another_text_are_read_again(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes in the middle of an exchange of rows."""
+    target, stop = TransformersTarget(model), StopParams(max_new_tokens=16)
+    expected = run(target, prompt=PROMPT[2:], stop=stop).tokens
+    engine = Engine(target)
+    handles = [engine.submit(Request(PROMPT[at:], engine.drafter("plain"), stop=stop)) for at in range(3)]
+    while not all(handle.tokens for handle in handles):
+        engine.step()
+    mine, gone, other = handles
+    exchange, lost = KVCache._exchange, list[Row]()
+
+    def interrupted(cache: KVCache, one: Row, another: Row) -> None:
+        if lost:
+            exchange(cache, one, another)
+            return
+        lost.extend([one, another])
+        one.length = another.length = 0
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(KVCache, "_exchange", interrupted)
+    engine.cancel(gone)  # between the other two, which are made neighbours in the next step
+    with pytest.raises(KeyboardInterrupt):
+        engine.run([mine])
+    assert any(row.busy for row in lost)
+    engine.run([other])
+    assert other.tokens == expected
+
+
 def test_other_errors_of_a_model_are_left_alone(target: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     session = target.open(PROMPT, GREEDY)
     monkeypatch.setattr(target.model, "forward", failing(RuntimeError("shape mismatch")), raising=False)

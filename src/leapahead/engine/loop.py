@@ -69,7 +69,6 @@ class Running:
 
     Attributes:
         capture: what its steps read of a forward beside the choices.
-        reading: whether a part of its prompt is still to be read.
         error: what ends it, once something has failed.
     """
 
@@ -88,7 +87,6 @@ class Running:
             longest = min(longest, cached + 1)  # the last token of a text needs no room in the KV cache
         self.stopper = Stopper(request.stop, session.tokens, longest, text, self._complete())
         self.error: BaseException | None = None
-        self.reading = session.unread > 0
         self._ending = False
 
     def _complete(self) -> Callable[[Sequence[int]], bool] | None:
@@ -115,6 +113,12 @@ class Running:
     @property
     def finished(self) -> bool:
         return self.stopper.finish_reason is not None or self.error is not None
+
+    @property
+    def reading(self) -> bool:
+        """Whether a part of its prompt is still to be read, or of its text again, whose entries an interrupt has cost:
+        perhaps one in a step of other sequences, which moves entries too."""
+        return self.session.unread > 0
 
     @property
     def reads_in_step(self) -> bool:
@@ -164,7 +168,6 @@ class Running:
         rows = self.target.prefill(self.session, max_tokens)
         if rows is not None:
             rows.layers = self.capture.hidden
-        self.reading = self.session.unread > 0
         self.show_prompt(rows)
         self.stats.prefill_forwards += 1
         self.stats.prefill_seconds += perf_counter() - began
@@ -304,7 +307,6 @@ def step(
             chosen.layers = capture.hidden
             try:
                 running.show_prompt(chosen.prompt)
-                running.reading = running.reading and not chosen.took_part and running.session.unread > 0
                 if not chosen.took_part:
                     continue
                 output = running.advance(proposals[running], chosen, clock, forward)

@@ -177,7 +177,7 @@ class Session(Protocol):
 
     @property
     def unread(self) -> int:
-        """Tokens of the prompt that are still to be read; its last token is the first root and never among them."""
+        """Tokens that are still to be read, of the prompt or again after an interrupt; never the last, the root."""
 
     @property
     def replay(self) -> int:
