@@ -217,6 +217,13 @@ def test_an_interrupted_forward_loses_nothing(llms: dict[str, LLM]) -> None:
     assert text[:-1] == handle.tokens[:-1]  # whose last one is forced
 
 
+def test_a_session_that_cannot_be_opened_takes_no_row(llms: dict[str, LLM]) -> None:
+    target = llms["mbart"].target
+    with pytest.raises(BadParameter, match="outside the vocabulary"):
+        target.open(sources()[3], SamplingParams(bad_words=((10**6,),)))
+    assert not any(row.busy for row in target.cache.rows)
+
+
 def _interrupted(*_: Any) -> Any:
     raise KeyboardInterrupt
 

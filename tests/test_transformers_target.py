@@ -477,6 +477,16 @@ def test_more_sessions_make_more_rows(target: TransformersTarget) -> None:
     assert not any(row.busy for row in cache_of(target).rows)
 
 
+def test_a_session_that_cannot_be_opened_or_forked_takes_no_row(target: TransformersTarget) -> None:
+    wrong, says = SamplingParams(bad_words=((10**6,),)), "outside the vocabulary"
+    with pytest.raises(BadParameter, match=says):
+        target.open(PROMPT, wrong)
+    session = opened(target)
+    with pytest.raises(BadParameter, match=says):
+        target.fork(session, wrong)
+    assert [row for row in cache_of(target).rows if row.busy] == [session.state.row]  # type: ignore[attr-defined]
+
+
 def test_a_second_close_leaves_the_row_s_next_owner_alone(target: TransformersTarget) -> None:
     first = opened(target)
     first.close()

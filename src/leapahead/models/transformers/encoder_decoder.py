@@ -170,13 +170,14 @@ class EncoderDecoderTarget(TransformersTarget):
         self._changes.look(self)
         source = checked_prompt(tokens, self.info)
         text = checked_prompt(begin.text or self.model.start, replace(self.info, decoder=None))
+        sampler = self._sampler(params, text)  # before there is a state, which nobody would close if this failed
         reserve = min(max(0, reserve - len(source)) + len(text), self.info.context_length)
         key = f"{owner} {source}" if begin.states is None else f"{owner} given {next(self._given)}"
         with forwards(f"a text of {len(text)} tokens", 1, self.device, self.autocast):
             known = self.cache.known(key) if begin.states is None else None
             reuse = capture.reusable(len(text), capture.top_k > 0) if known is not None else 0
             state = self.executor.open(text, reuse, reserve, key)
-        session = EncoderDecoderSession(text, state, self._sampler(params, text), capture)
+        session = EncoderDecoderSession(text, state, sampler, capture)
         session.source = session.row.source = tuple(source)
         session.row.states, session.row.cross = begin.states, known
         return session

@@ -223,9 +223,10 @@ class TransformersTarget:
         again = capture.top_k > 0 and not self.info.replays
         self._layers(capture)  # refuses what there is not
         reuse = capture.reusable(len(prompt), again)
+        sampler = self._sampler(params, prompt)  # before there is a state, which nobody would close if this failed
         with forwards(f"a prompt of {len(prompt)} tokens", 1, self.device, self.autocast):
             state = self.executor.open(prompt, reuse, min(reserve, self.info.context_length), owner)
-        return TransformersSession(prompt, state, self._sampler(params, prompt), capture)
+        return TransformersSession(prompt, state, sampler, capture)
 
     def open_entries(
         self, tokens: Sequence[int], params: SamplingParams, begin: PromptEntries, capture: Capture, reserve: int = 0
@@ -271,9 +272,10 @@ class TransformersTarget:
     def fork(self, session: TransformersSession, params: SamplingParams) -> TransformersSession:
         assert session.unread == 0, "a session is forked when its prompt is read"
         tokens = list(session.tokens)
+        sampler = self._sampler(params, tokens)
         with forwards(f"a prompt of {len(tokens)} tokens", 1, self.device, self.autocast):
             state = self.executor.fork(session.state, tokens)
-        return self.session_class(tokens, state, self._sampler(params, tokens))
+        return self.session_class(tokens, state, sampler)
 
     def step(
         self,
