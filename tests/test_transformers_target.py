@@ -40,7 +40,7 @@ from leapahead.models.base import (
     read_prompt,
     require,
 )
-from leapahead.models.transformers import families, require_version, selftest
+from leapahead.models.transformers import families, recurrent, require_version, selftest
 from leapahead.models.transformers import model as backend
 from leapahead.models.transformers.arguments import cache_name
 from leapahead.models.transformers.forward import CachedExecutor, ChainExecutor, MaskedExecutor
@@ -484,7 +484,7 @@ def test_a_session_that_cannot_be_opened_or_forked_takes_no_row(target: Transfor
     session = opened(target)
     with pytest.raises(BadParameter, match=says):
         target.fork(session, wrong)
-    assert [row for row in cache_of(target).rows if row.busy] == [session.state.row]  # type: ignore[attr-defined]
+    assert [row for row in cache_of(target).rows if row.busy] == [session.state.row]
 
 
 def test_a_second_close_leaves_the_row_s_next_owner_alone(target: TransformersTarget) -> None:
@@ -961,6 +961,25 @@ def test_an_interrupted_forward_leaves_what_is_committed(
         interrupt(lambda: target.step([session], [root]))  # noqa: B023
         if name in ("llama", "bloom"):
             assert session.state.row.pending == 0
+        (choices,) = target.step([session], [root])
+        assert choices[0] == token
+        session.commit(accept(root, 0, token))
+    session.close()
+
+
+@pytest.mark.parametrize("name", ["mamba", pytest.param("recurrent_gemma", marks=pytest.mark.slow)])
+def test_an_interrupt_right_behind_a_forward_has_no_root_read_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state has read it, and what the forward gave is lost."""
+    target = build(name)
+    expected = run(target, prompt=PROMPT).tokens[:6]
+    target.forget()
+    session = opened(target)
+    for token in expected:
+        root = TokenTree.root(session.tokens[-1])
+        with monkeypatch.context() as patch:
+            patch.setattr(recurrent, "Outputs", failing(KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                target.step([session], [root])
         (choices,) = target.step([session], [root])
         assert choices[0] == token
         session.commit(accept(root, 0, token))

@@ -92,7 +92,7 @@ class NativeExecutor:
         with self._turn:
             self._begin(state)
             outputs = self._read(state, tokens)
-        state.length = len(tokens)
+        state.length, state.broken = len(tokens), False
         return outputs
 
     def fork(self, state: NativeState, tokens: list[int]) -> NativeState:
@@ -118,7 +118,8 @@ class NativeExecutor:
                 with self._turn:
                     if self._lost(state):
                         self._read_again(state)
-                    state.outputs = self._read(state, [int(tree.tokens[0])], layers)
+                    outputs = self._read(state, [int(tree.tokens[0])], layers)
+                state.outputs, state.broken = outputs, False  # an interrupt before this has all read again
             found.append(state.outputs)
         return found
 
@@ -156,14 +157,12 @@ class NativeExecutor:
             one = inputs(self.model, np.zeros((1, 1), dtype=np.int64), 0, self.device)
             self.model(**one, use_cache=False)  # empties the modules' state
             self.owner = state
-        state.broken = False
 
     def _read(self, state: NativeState, tokens: list[int], layers: Layers = ()) -> Outputs:
         given = inputs(self.model, np.array([tokens]), state.length, self.device)
         options = {**self.few_logits, **({"output_hidden_states": True} if layers else {})}
         state.broken = True
         output = self.model(**given, **{self.cache_name: state.memory}, use_cache=True, **options)
-        state.broken = False
         if self.shared:
             self._left = _kept_in_modules(self.model)
         if not isinstance(state.memory, DynamicCache):
