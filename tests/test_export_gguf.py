@@ -6,10 +6,12 @@ import ctypes
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -21,13 +23,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from leapahead.cli import main
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
-from leapahead.integrations.gguf import KINDS, Exported, export_gguf
+from leapahead.integrations.gguf import KINDS, LOG, Exported, _log_of, export_gguf
 from leapahead.integrations.gguf_checkpoint import Checkpoint
 from leapahead.integrations.gguf_vocabulary import LLAMA_3
 from leapahead.models import loading
 
 gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("llama_cpp")
+log = pytest.importorskip("leapahead.models.llama_cpp.log")
 
 PROMPT = "def fibonacci(n):\n    if n < 2:\n        return n\n"
 STRINGS = (
@@ -92,6 +95,7 @@ class Loaded:
 @pytest.fixture
 def load() -> Any:
     """Loads files, quietly, and closes them."""
+    log.install()  # so that it is not undone at the end
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
     before, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
     llama_cpp.llama_log_get(ctypes.byref(before), ctypes.byref(data))
@@ -433,17 +437,23 @@ def test_a_half_checkpoint_is_quantised_as_its_float_twin(tmp_path: Path, dtype:
         np.testing.assert_array_equal(tensor.data, files[1][name].data)
 
 
+def log_callback() -> int | None:
+    """The address of llama.cpp's log callback."""
+    found, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    llama_cpp.llama_log_get(ctypes.byref(found), ctypes.byref(data))
+    return ctypes.cast(found, ctypes.c_void_p).value
+
+
 def test_progress_and_a_quiet_log(bundled_files: Any, model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before, after, data = llama_cpp.llama_log_callback(), llama_cpp.llama_log_callback(), ctypes.c_void_p()
-    llama_cpp.llama_log_get(ctypes.byref(before), ctypes.byref(data))
+    log.install()
+    before = log_callback()
     reported: list[tuple[str, int, int]] = []
     written = export_gguf(
         model_dir, model_dir / "m.gguf", "q8_0", progress=lambda what, done, total: reported.append((what, done, total))
     )
     count = written.tensors
     assert reported == [(what, done, count) for what in ("writing", "quantising") for done in range(1, count + 1)]
-    llama_cpp.llama_log_get(ctypes.byref(after), ctypes.byref(data))
-    assert ctypes.cast(after, ctypes.c_void_p).value == ctypes.cast(before, ctypes.c_void_p).value
+    assert log_callback() == before
     assert capfd.readouterr() == ("", "")
 
 
@@ -610,6 +620,57 @@ def test_nothing_is_left_of_an_interrupted_quantiser(model_dir: Path, tmp_path: 
     with pytest.raises(KeyboardInterrupt):
         export_gguf(model_dir, out / "m.gguf", "q8_0", progress=interrupt)
     assert list(out.iterdir()) == []
+
+
+def test_a_signal_while_the_quantiser_runs_is_not_lost(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its handler is called where llama.cpp writes to its log: ctypes drops what is raised there."""
+    whole, runs, lost = llama_cpp.llama_model_quantize, Event(), list[Any]()
+
+    def interrupt() -> None:
+        runs.wait(10)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def interrupted(*given: Any) -> Any:
+        other = Thread(target=interrupt)
+        other.start()
+        try:
+            return whole(*given)
+        finally:
+            other.join()
+
+    out = tmp_path / "out"
+    out.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(llama_cpp, "llama_model_quantize", interrupted)
+        patched.setattr(LOG, "debug", lambda *_: runs.set())
+        patched.setattr(sys, "unraisablehook", lost.append)
+        with pytest.raises(KeyboardInterrupt):
+            export_gguf(model_dir, out / "m.gguf", "q8_0")
+    assert (list(out.iterdir()), lost) == ([], [])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_exports_take_llama_cpp_s_log_in_turns() -> None:
+    """Otherwise the one that begins last would restore the callback of the other, which is gone then."""
+    log.install()
+    before, begun, end = log_callback(), Event(), Event()
+
+    def second() -> None:
+        with _log_of(llama_cpp, lambda line: None):
+            begun.set()
+            end.wait(10)
+
+    other = Thread(target=second)
+    with _log_of(llama_cpp, lambda line: None):
+        assert log_callback() != before
+        other.start()
+        assert not begun.wait(0.1)
+    assert begun.wait(10)
+    end.set()
+    other.join()
+    assert log_callback() == before
 
 
 def test_a_failing_quantiser_is_reported(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

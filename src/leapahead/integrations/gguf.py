@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, needing
+from leapahead.core.forks import Mutex
 from leapahead.core.parameters import flag
 from leapahead.core.storage import replaceable
 from leapahead.integrations.gguf_checkpoint import Checkpoint, open_checkpoint
@@ -68,6 +69,7 @@ MIXTURES = {
 KINDS = ("f32", "bf16", *MIXTURES)  # by falling size
 
 LOG = logging.getLogger("leapahead.llama_cpp")
+_one_log = Mutex()  # held while the log of the process is that of one export
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,13 @@ def _quantise(llama_cpp: Any, plain: Path, file: Path, kind: str, total: int, re
 
 @contextmanager
 def _log_of(llama_cpp: Any, read: Callable[[str], None]) -> Iterator[None]:
-    """Sends llama.cpp's log to our logger and to `read`, and afterwards where it went before."""
+    """Sends llama.cpp's log to our logger and to `read`, and afterwards where it went before.
+
+    One block after another, since each restores what it found. What the handler of a signal raises within the block is
+    raised at its end: in a callback it would be lost.
+    """
+    from leapahead.models.llama_cpp import log
+
     part = ""
 
     def receive(level: int, text: bytes, _: Any) -> None:
@@ -302,13 +310,15 @@ def _log_of(llama_cpp: Any, read: Callable[[str], None]) -> Iterator[None]:
             read(line)
 
     before, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
-    llama_cpp.llama_log_get(ctypes.byref(before), ctypes.byref(data))
     callback = llama_cpp.llama_log_callback(receive)  # lives as long as this frame: llama.cpp holds no reference
-    llama_cpp.llama_log_set(callback, None)
-    try:
-        yield
-    finally:
-        llama_cpp.llama_log_set(before, data)
+    with _one_log, log.watched():
+        log.install()  # a model that is loaded meanwhile would, and it would be undone
+        llama_cpp.llama_log_get(ctypes.byref(before), ctypes.byref(data))
+        llama_cpp.llama_log_set(callback, None)
+        try:
+            yield
+        finally:
+            llama_cpp.llama_log_set(before, data)
 
 
 def _need(module: str) -> Any:

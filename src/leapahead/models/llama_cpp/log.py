@@ -1,7 +1,7 @@
 """llama.cpp's log, which goes to the logger "leapahead.llama_cpp"; that is silent until it is given a handler.
 
-llama.cpp has one log callback for the whole process. Ours replaces it when the first model is loaded through leapahead,
-and stays: the reason of an error is in the log only. Importing leapahead changes nothing.
+llama.cpp has one log callback for the whole process. Ours replaces it when the first model is loaded or
+quantised through leapahead, and stays: the reason of an error is in the log only. Importing leapahead changes nothing.
 """
 
 from __future__ import annotations
