@@ -597,6 +597,21 @@ def test_the_bytes_of_tokens_are_those_that_llguidance_reads(tokenizer: Any, kin
     assert [piece.removeprefix(b"\xff") for piece in found] == read  # the byte that marks its special tokens
 
 
+def test_the_bytes_of_added_tokens_are_those_of_their_texts(tokenizer: Any) -> None:
+    """As of Gemma's runs of spaces, which llguidance reads otherwise."""
+    own: Any = ByteFallback(models.BPE(PIECES, [], byte_fallback=True))
+    own.tokenizer.add_tokens([AddedToken("\u2581\u2581", normalized=False)])
+    spaces, decode = own.tokenizer.token_to_id("\u2581\u2581"), own.tokenizer.decode
+    found = token_bytes(own)[0]
+    assert found[spaces] == b"  " == decode([4, spaces])[len(decode([4])) :].encode()
+    added = deepcopy(tokenizer)
+    added.add_tokens([AddedToken("\u65e5 \u672c", normalized=False), AddedToken("<think>", normalized=False)])
+    found, special = token_bytes(added)
+    assert [piece.decode() for piece in found[-2:]] == ["\u65e5 \u672c", "<think>"]
+    assert [added.decode([len(found) - back]) for back in (2, 1)] == ["\u65e5 \u672c", "<think>"]
+    assert special == [0]
+
+
 @pytest.mark.parametrize("special", [False, True])
 def test_text_that_reads_like_an_added_token_is_text(tokenizer: Any, special: bool) -> None:
     """An added token that is special is never chosen for it; another one is a token like others."""

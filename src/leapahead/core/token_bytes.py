@@ -82,6 +82,7 @@ def _read(description: Any, name: str) -> tuple[list[bytes], list[int]]:
         vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
     added = description.get("added_tokens", ())
     found = {index: read(token) for token, index in vocabulary.items()}
-    found |= {token["id"]: token["content"].encode() for token in added}
+    for token in added:  # the decoder reads them, too, such as runs of spaces; special ones are known by their spelling
+        found[token["id"]] = token["content"].encode() if token.get("special") else read(token["content"])
     special = [token["id"] for token in added if token.get("special")]
     return [found.get(index, b"") for index in range(max(found, default=-1) + 1)], special
