@@ -462,6 +462,40 @@ def test_an_export_depends_on_the_adapter_beside_the_model(tmp_path: Path, monke
     assert found == names
 
 
+def test_an_export_has_the_named_templates_and_the_code_of_the_tokenizer(
+    tiny_folder: Path, tmp_path: Path, converted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    source = tmp_path / "source"
+    shutil.copytree(tiny_folder, source)
+    (source / "tokenizer").mkdir()  # a folder whose name is one of those of files
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": [None, "tokenization_x.Own"]}
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    code = "from transformers import PreTrainedTokenizerFast\n\n\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
+    (source / "tokenization_x.py").write_text(code)
+    (source / "x.tiktoken").touch()
+    template = source / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ tools }}")
+    out = export(source, tmp_path / "out", "f32", trust_remote_code=True).path
+    cached = cached_export(source, "f32", trust_remote_code=True)
+    for folder in (out, cached):
+        found: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        assert type(found).__name__ == "Own"
+        assert found.chat_template["tool_use"] == "{{ tools }}"
+        assert (folder / "x.tiktoken").is_file()
+        assert not (folder / "tokenizer").exists()
+    (cached / "additional_chat_templates" / "tool_use.jinja").unlink()
+    assert cached_export(source, "f32", trust_remote_code=True) == cached
+    assert (cached / "additional_chat_templates" / "tool_use.jinja").is_file()
+    (kept,) = store.all_kept()
+    assert kept.size == sum(each.stat().st_size for each in cached.rglob("*") if each.is_file())
+    template.write_text("{{ tools }} ")
+    assert cached_export(source, "f32", trust_remote_code=True) != cached
+
+
 def test_a_name_on_the_hub_is_exported_from_the_cache_of_the_hub(
     tiny_folder: Path, tmp_path: Path, converted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
     weights of the model  ->  openvino_model.xml, .bin       refused: families whose logits would differ
     tokenizer             ->  openvino_tokenizer.xml, ...    left out where OpenVINO would tokenize differently
-    config.json, ...      ->  the same files
+    config.json, ...      ->  the same files, with named chat templates and code of the tokenizer
 
 The folder is of the kind that OpenVINO GenAI and Optimum Intel read. int8 and int4 are made by NNCF from the weights of
 the checkpoint, after the graph was compared with the model. The folder appears under its name when it is complete.
@@ -36,8 +36,9 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}  # others are made from the chec
 PACKAGES = ("openvino", "openvino_tokenizers", "openvino_genai")
 GROUP = 128  # neighbouring numbers of a row that share a scale in int4; fewer where rows are no multiple of it
 FILES = (
-    *("config.json", "generation_config.json", "chat_template*"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
+    *("config.json", "generation_config.json", "chat_template*", "additional_chat_templates/*.jinja"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    *("tekken.json", "*.py"),  # code is run with trust_remote_code only
 )
 STAGES = ("loading", "converting", "compressing", "writing")
 
@@ -129,9 +130,13 @@ def cached_export(
     def make(made: Path) -> None:
         _write(source, made, weights, report, trust_remote_code)
 
-    patterns = (*FILES, "adapter_config.json", "*.safetensors", "*.bin", "*.py")
-    files = {file for pattern in patterns for file in source.glob(pattern)}
-    return store.kept(source, filter(Path.is_file, files), weights, make)
+    files = _matching(source, *FILES, "adapter_config.json", "*.safetensors", "*.bin")
+    return store.kept(source, files, weights, make)
+
+
+def _matching(source: Path, *patterns: str) -> set[Path]:
+    """The files of a folder; other folders in it may have such names, too."""
+    return {file for pattern in patterns for file in source.glob(pattern) if file.is_file()}
 
 
 def _check_arguments(model: str | os.PathLike[str], weights: str) -> None:
@@ -187,8 +192,10 @@ def _write(
     graph.set_rt_info(weights, ["leapahead", "weights"])
     stage("writing")
     _save(graph, folder / MODEL)
-    for file in {file for pattern in FILES for file in source.glob(pattern)}:
-        shutil.copyfile(file, folder / file.name)
+    for file in _matching(source, *FILES):
+        place = folder / file.relative_to(source)
+        place.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, place)
     no_tokenizer = _save_tokenizer(tokenizer, folder)
     return (folder / MODEL).with_suffix(".bin").stat().st_size, no_tokenizer
 

@@ -26,7 +26,7 @@ from leapahead.core.storage import cache_directory
 from leapahead.models.openvino.options import MODEL, is_openvino
 
 ORIGIN = "leapahead.json"  # of a folder in the cache: what it was made from
-FORMAT = 3  # increased when folders of earlier versions must not be used again
+FORMAT = 4  # increased when folders of earlier versions must not be used again
 PIECES, LENGTH = 256, 1 << 12  # of each file, so many pieces of so many bytes are part of the digest
 
 
@@ -140,7 +140,8 @@ def kept(source: Path, files: Iterable[Path], weights: str, make: Callable[[Path
     try:
         with written(folder, False, remedy) as made:
             make(made)
-            sizes = {file.name: file.stat().st_size for file in made.iterdir() if file.is_file()}
+            whole = [file for file in made.rglob("*") if file.is_file()]
+            sizes = {file.relative_to(made).as_posix(): file.stat().st_size for file in whole}
             origin = {"source": str(source.resolve()), "weights": weights, "files": sizes}
             (made / ORIGIN).write_text(json.dumps(origin), encoding="utf-8")
     except BadParameter:
@@ -165,7 +166,7 @@ def all_kept() -> list[Kept]:
     for file in _place().glob(f"*/{ORIGIN}"):
         try:
             origin = json.loads(file.read_text(encoding="utf-8"))
-            size = sum(each.stat().st_size for each in file.parent.iterdir())
+            size = sum(each.stat().st_size for each in file.parent.rglob("*") if each.is_file())
             found.append(Kept(file.parent, str(origin["source"]), str(origin["weights"]), size))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # removed meanwhile, or not ours

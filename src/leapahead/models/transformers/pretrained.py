@@ -33,7 +33,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 # Of a repository; weights in other formats are not downloaded.
-MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py")
 MOST_NAMED = 3  # GGUF files
 HUB_SECONDS = 10.0  # for the one request that asks the hub for a model
 
