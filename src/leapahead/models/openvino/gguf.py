@@ -96,8 +96,8 @@ def _convert(path: Path, folder: Path, progress: Progress | None) -> None:
     store.check_space(folder, int(MORE * path.stat().st_size))
     link = folder / "model.gguf"
     _link(path.resolve(), link)
-    done = subprocess.run(
-        [sys.executable, "-c", CONVERT, str(link)], capture_output=True, text=True, errors="replace", check=False
+    done = subprocess.run(  # -P: not with modules of the working directory
+        [sys.executable, "-P", "-c", CONVERT, str(link)], capture_output=True, text=True, errors="replace", check=False
     )
     link.unlink()
     if done.returncode or not is_openvino(folder):

@@ -98,7 +98,7 @@ def _process(rank: int, names: Sequence[str], port: int, options: dict[str, Any]
     code = "from leapahead.models.parallel.process import main; main()"
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     return subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps(given)],
+        [sys.executable, "-P", "-c", code, json.dumps(given)],  # -P: not with modules of the working directory
         env=environment if names[rank] == "cpu" else None,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
