@@ -98,6 +98,15 @@ class Spelling:
         return "".join(map(self.text, tokens))
 
 
+def with_gaps() -> Any:
+    """A tokenizer of Transformers with the tokens a (0), b (1) and <x> (9)."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<x>": 9}, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
 class FixedLatency(LatencyProfiles):
     """One latency profile for any number of sequences; nothing is measured, stored or corrected.
 

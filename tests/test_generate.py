@@ -18,7 +18,7 @@ from typing import Any, ClassVar, get_overloads, get_type_hints
 
 import numpy as np
 import pytest
-from helpers import is_freed, mostly_slow
+from helpers import is_freed, mostly_slow, with_gaps
 
 import leapahead
 from leapahead import (
@@ -34,7 +34,8 @@ from leapahead import (
     SequenceView,
     drafters,
 )
-from leapahead.core.text import Detokenizer, TextStream
+from leapahead.chat.markers import WithMarkers
+from leapahead.core.text import Detokenizer, TextStream, id_bound
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.models import loading
 from leapahead.models.toy import ToyTarget
@@ -447,6 +448,41 @@ def test_a_text_begins_with_its_space_in_results_streams_and_stop_strings() -> N
     options: dict[str, Any] = {"max_new_tokens": 3, "logit_bias": {2: 99.0}}
     assert llm.generate("ab", **options).text == "".join(piece.text for piece in llm.stream("ab", **options)) == "   "
     assert llm.generate("ab", stop=" ", **options).tokens == [2]
+
+
+def test_tokens_behind_a_gap_of_the_ids_have_their_text() -> None:
+    tokenizer = with_gaps()
+    assert Detokenizer(tokenizer).add(9) == tokenizer.decode([9]) == "<x>"
+    assert Detokenizer(tokenizer).add(10) == ""
+    assert len(WithMarkers(tokenizer, [])) == 10
+    llm = LLM(ToyTarget(), tokenizer=tokenizer)
+    result = llm.generate([0], stop="<x>", logit_bias={9: 99.0}, max_new_tokens=4)
+    assert (result.tokens, result.stop_reason) == ([9], "<x>")
+
+
+def test_the_ids_of_a_tokenizer_are_looked_at_once_and_when_tokens_were_added() -> None:
+    class Slotted:
+        __slots__ = ("looks", "vocabulary")
+
+        def __init__(self) -> None:
+            self.looks, self.vocabulary = 0, {"a": 0, "b": 9}
+
+        def __len__(self) -> int:
+            return len(self.vocabulary)
+
+        def get_vocab(self) -> dict[str, int]:
+            self.looks += 1
+            return self.vocabulary
+
+    class Referenced(Slotted):
+        __slots__ = ("__weakref__",)
+
+    for kind, looks in ((Referenced, 2), (Slotted, 3)):  # the latter cannot be kept
+        tokenizer: Any = kind()
+        assert [id_bound(tokenizer), id_bound(tokenizer)] == [10, 10]
+        tokenizer.vocabulary["c"] = 20
+        assert id_bound(tokenizer) == 21
+        assert tokenizer.looks == looks
 
 
 def test_a_token_costs_the_same_in_a_long_text(tokenizer: Any) -> None:

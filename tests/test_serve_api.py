@@ -11,8 +11,10 @@ from typing import Any, cast
 import httpx
 import openai
 import pytest
+from helpers import with_gaps
 
 from leapahead import LLM, TokenLogprobs
+from leapahead.models.toy import ToyTarget
 from leapahead.serve.logprobs import Places, places
 from leapahead.serve.prompts import Texts
 from leapahead.serve.replies import CompletionChoice, CompletionReply
@@ -173,6 +175,11 @@ def test_the_roles_and_contents_of_messages(client: openai.OpenAI, llm: LLM, run
     without = running.post("/tokenize", {"messages": parts, "add_generation_prompt": False}).json()
     assert found["tokens"][: without["count"]] == without["tokens"]
     assert without["count"] < found["count"]
+
+
+def test_tokens_behind_a_gap_of_the_ids_are_shown() -> None:
+    texts = Texts(LLM(ToyTarget(), tokenizer=with_gaps()))
+    assert (texts.text([0, 9, 11]), texts.token(9)) == ("a <x>", "<x>")
 
 
 def test_what_a_tokenizer_was_made_with_is_told_where_that_is_enabled(llm: LLM, running: Running) -> None:

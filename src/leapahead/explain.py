@@ -23,7 +23,7 @@ from array_api_compat import array_namespace, to_device
 
 from leapahead.core.sampling import Array, SamplingParams
 from leapahead.core.stop import StopParams
-from leapahead.core.text import REPLACEMENT, Tokenizer
+from leapahead.core.text import REPLACEMENT, Tokenizer, id_bound
 from leapahead.core.tree import TokenTree
 from leapahead.drafters import registry
 from leapahead.drafters.base import Drafter, SequenceDrafter
@@ -346,7 +346,7 @@ def _texts(tokenizer: Tokenizer | None, steps: Iterable[Moment]) -> dict[int, st
             ids.update((step.pool.key,), *step.pool.tails)
     if tokenizer is None:
         return {token: f"#{token}" for token in sorted(ids - {-1})}
-    known = len(tokenizer)
+    known = id_bound(tokenizer)
     # Decoded after another token, because some tokenizers drop a leading space.
     anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
     before = tokenizer.decode(anchor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from leapahead.core.text import Tokenizer
+from leapahead.core.text import Tokenizer, id_bound
 
 
 class WithMarkers:
@@ -23,7 +23,7 @@ class WithMarkers:
         self._markers = found
 
     def __len__(self) -> int:
-        return len(self._tokenizer)
+        return id_bound(self._tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

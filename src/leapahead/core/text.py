@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 REPLACEMENT = "\ufffd"  # a decoder's output for bytes that are not (yet) a character
 UNFINISHED = 3  # greatest number of bytes of an unfinished UTF-8 character
@@ -37,6 +39,28 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **variables: Any
     ) -> str: ...
+
+
+_bounds: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()  # of a tokenizer, with the length that it had
+
+
+def id_bound(tokenizer: Tokenizer) -> int:
+    """The number that all ids of a tokenizer are below: its length, or more where the ids have gaps.
+
+    The length of Transformers' tokenizers is the number of their entries. All of these are looked at once, and again
+    when tokens were added.
+    """
+    length, entries = len(tokenizer), getattr(tokenizer, "get_vocab", None)
+    if entries is None:
+        return length
+    known = None
+    with suppress(TypeError):  # of a class without weak references, or without a hash
+        known = _bounds.get(tokenizer)
+    if known is None or known[0] != length:
+        known = length, max(length, max(entries().values(), default=-1) + 1)
+        with suppress(TypeError):
+            _bounds[tokenizer] = known
+    return known[1]
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -93,7 +117,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, before: Sequence[int] = ()) -> None:
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
-        self._size = len(tokenizer)
+        self._size = id_bound(tokenizer)
         self._window: list[int] = []
         self._complete = 0  # number of the window's first tokens after which its text was last complete
         self._sent = 0  # characters of the window's text that were returned

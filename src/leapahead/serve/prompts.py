@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from leapahead.api import LLM
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.core.text import id_bound
 from leapahead.core.token_bytes import token_bytes
 from leapahead.inputs import Prompt, chat_text, encode
 from leapahead.serve.errors import ApiError, of
@@ -98,7 +99,8 @@ class Texts:
         """The text of token ids, special tokens included; "" without a tokenizer."""
         if self.tokenizer is None:
             return ""
-        known = [token for token in tokens if token < len(self.tokenizer)]
+        size = id_bound(self.tokenizer)
+        known = [token for token in tokens if token < size]
         return self.tokenizer.decode(known, skip_special_tokens=False)
 
     def ids(self, text: str, add_special_tokens: bool) -> list[int]:
