@@ -603,6 +603,43 @@ def test_pickles_are_converted_and_never_loaded(
     assert result.stderr.startswith("error: a trained head needs torch, which is not installed: pip install")
 
 
+def pickled(folder: Path) -> Path:
+    """A head whose weights are a pickle."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(heads.config_of("eagle3", 320)))
+    torch.save(heads.tensors_of("eagle3", 320, drafted=100), folder / "pytorch_model.bin")
+    return folder
+
+
+def test_an_interrupted_conversion_can_be_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(tensors: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    source, there = pickled(tmp_path / "pickled"), tmp_path / "there"
+    there.mkdir()
+    for destination in (tmp_path / "converted", there):
+        with monkeypatch.context() as patched:
+            patched.setattr("safetensors.torch.save_file", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoint.convert(source, destination)
+        assert destination.exists() == (destination == there)
+        assert checkpoint.convert(source, destination).kind == "eagle3"
+        assert {each.name for each in destination.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_the_state_of_a_training_is_not_taken_for_weights(tmp_path: Path) -> None:
+    source = pickled(tmp_path / "pickled")
+    for name in ("training_args.bin", "optimizer.bin", "scheduler.pt", "rng_state_0.pth"):
+        (source / name).write_bytes(pickle.dumps(Spy()))
+    assert checkpoint.convert(source, tmp_path / "converted").kind == "eagle3"
+    (source / "pytorch_model.bin").unlink()
+    with pytest.raises(BadParameter, match="has no pickled weights"):
+        checkpoint.convert(source, tmp_path / "other")
+    with pytest.raises(BadParameter, match=r"has no weights: expected model\.safetensors"):
+        checkpoint.read(source)
+
+
 def test_published_medusa_weights(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
     """Medusa's own form, whose file says two heads where there are three."""
     size = vocabulary(tiny_model)

@@ -13,6 +13,7 @@ Tensor names of all published formats become those of `modules`:
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leapahead.core.errors import BadParameter, Refused, trained_in
+from leapahead.core.storage import replacing
 from leapahead.drafters.heads import formats
 from leapahead.drafters.heads.config import HeadConfig
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+NO_WEIGHTS = ("training_args.", "optimizer.", "scheduler.", "scaler.", "rng_state")  # of a training, beside weights
 MEDUSA_LAYER = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
 MEDUSA_OUTPUT = re.compile(r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight")
 HYDRA_LAYER = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)")
@@ -113,10 +116,9 @@ def read(folder: Path) -> tuple[HeadConfig, dict[str, Tensor]]:
     found = read_config(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        pickles = [path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLES]
-        if pickles:
+        if pickles := _weights(folder.iterdir()):
             raise Refused(
-                f"{folder} has its weights in the pickle {pickles[0]}, which is not loaded since it may run code; "
+                f"{folder} has its weights in the pickle {pickles[0].name}, which is not loaded since it may run code; "
                 f"convert it once with `leapahead convert-head {folder} NEW_FOLDER`"
             )
         raise BadParameter(f"{folder} has no weights: expected model.safetensors")
@@ -151,18 +153,19 @@ def write(folder: Path, found: Mapping[str, Any], tensors: Mapping[str, Tensor])
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    weights = folder / "model.safetensors"
-    part = weights.with_suffix(".part")
+    made = not os.path.exists(folder)  # false for a name that is too long, of which Path complains
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: each.contiguous() for name, each in tensors.items()}, part)
-        part.replace(weights)
-        (folder / "config.json").write_text(json.dumps(dict(found), indent=2) + "\n", encoding="utf-8")
-        weights.chmod((folder / "config.json").stat().st_mode)  # safetensors lets nobody else read what it writes
+        with replacing(folder / "config.json") as config, replacing(folder / "model.safetensors") as weights:
+            config.write_text(json.dumps(dict(found), indent=2) + "\n", encoding="utf-8")
+            save_file({name: each.contiguous() for name, each in tensors.items()}, weights)
+            weights.chmod(config.stat().st_mode)  # safetensors lets nobody else read what it writes
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            part.unlink()
         raise BadParameter(f"the head cannot be written to {folder}: {error}") from error
+    finally:
+        if made:
+            with suppress(OSError):  # it is not empty, unless nothing was written
+                folder.rmdir()
 
 
 def convert(source: Path, destination: Path) -> HeadConfig:
@@ -201,4 +204,7 @@ def convert(source: Path, destination: Path) -> HeadConfig:
 
 
 def _weights(paths: Iterable[Path]) -> list[Path]:
-    return sorted(path for path in paths if path.suffix in PICKLES and path.is_file())
+    """The pickles that may hold weights."""
+    return sorted(
+        path for path in paths if path.suffix in PICKLES and not path.name.startswith(NO_WEIGHTS) and path.is_file()
+    )
