@@ -177,6 +177,27 @@ def test_peagle_in_its_own_form(tmp_path: Path) -> None:
         checkpoint.read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("nested", "top", "layers"),
+    [
+        ([0, 1, 2], None, (0, 1, 2)),  # numbered like the default ones
+        ([1, 2, 3], None, (2, 3, 4)),  # the outputs of layers from 0
+        ([1, 2, 3], [1, 2, 3], (1, 2, 3)),
+        (None, None, (2, 4, 5)),
+    ],
+)
+def test_eagle3_names_its_layers_in_either_place(
+    nested: Any, top: Any, layers: tuple[int, ...], tmp_path: Path
+) -> None:
+    """SpecForge writes them into "eagle_config"."""
+    given = {**heads.config_of("eagle3", 40)["transformer_layer_config"], "draft_vocab_size": 40}
+    given |= {"eagle_config": nested and {"eagle_aux_hidden_state_layer_ids": nested, "use_aux_hidden_state": True}}
+    given |= {"eagle_aux_hidden_state_layer_ids": top}
+    checkpoint.write(tmp_path, given, heads.tensors_of("eagle3", 40))
+    config, _ = checkpoint.read(tmp_path)
+    assert (config.kind, config.target_hidden_size, config.layers_of(8)) == ("eagle3", 32, layers)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
 def test_sliding_attention_of_eagle_and_impossible_masks_are_refused(
     kind: str, tiny_model: Any, tokenizer: Any, tmp_path: Path

@@ -2,7 +2,8 @@
 
     speculators         config.json with "speculators_model_type" (eagle3, peagle, medusa, dflash,
                         dflash2, dspark, mtp)
-    EAGLE               config.json of one Llama layer; EAGLE-3 with "draft_vocab_size", P-EAGLE with "ptd_token_id"
+    EAGLE               config.json of one Llama layer; EAGLE-3 with "draft_vocab_size", and with "eagle_config" where
+                        SpecForge trained it; P-EAGLE with "ptd_token_id"
     Medusa              config.json with "medusa_num_heads", or vLLM's with "model_type": "medusa"
     Hydra               config.json with "hydra_num_heads" (zankner/Hydra)
     DFlash              config.json with "dflash_config" (z-lab/dflash), with "selector_top_k" in it of DFlash 2, and
@@ -60,6 +61,7 @@ READ = (  # of Qwen3's decoder layers
     "max_position_embeddings",
     *QWEN3,
 )
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MASKS = ("mask_token_id", "ptd_token_id", "pard_token")  # names of P-EAGLE's mask token
 FULL, SLIDING = "full_attention", "sliding_attention"
 Shapes = Mapping[str, tuple[int, ...]]  # tensor name -> shape
@@ -322,7 +324,7 @@ def _eagle(config: Mapping[str, Any], decoder: Mapping[str, Any], shapes: Shapes
         )
     hidden, width = shapes["fc.weight"]
     third = shapes["layers.0.self_attn.q_proj.weight"][1] == 2 * hidden
-    layers = tuple(int(layer) for layer in config.get("eagle_aux_hidden_state_layer_ids") or ())
+    layers = _layers(config)
     count = len(layers) or 3
     rows = shapes["lm_head.weight"][0] if "lm_head.weight" in shapes else 0
     vocabulary = int(decoder["vocab_size"])
@@ -343,6 +345,18 @@ def _eagle(config: Mapping[str, Any], decoder: Mapping[str, Any], shapes: Shapes
         target=_verifier(config),
     )
     return _parallel(config, found, where) if "mask_hidden" in shapes or config.get(TYPE) == PEAGLE else found
+
+
+def _layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The target's hidden states that EAGLE-3 reads; empty for the default ones.
+
+    The ids under "eagle_config" (SpecForge) are read as SGLang reads them: where the first one is 1, they count the
+    outputs of layers from 0; else they are numbered like the default ones, and like those of speculators.
+    """
+    if ids := config.get(LAYER_IDS):
+        return tuple(int(layer) for layer in ids)
+    nested = [int(layer) for layer in (config.get("eagle_config") or {}).get(LAYER_IDS) or ()]
+    return tuple(layer + (nested[0] == 1) for layer in nested)
 
 
 def _parallel(config: Mapping[str, Any], found: EagleConfig, where: str) -> EagleConfig:
