@@ -90,6 +90,47 @@ def test_a_text_takes_over_the_rows_of_one_that_begins_like_it() -> None:
     assert not head.open(prompt, "somebody else").planes()
 
 
+def test_states_that_the_head_has_not_read_are_kept_behind_its_rows() -> None:
+    head, states = head_of(has_attention=True), torch.arange(20.0).view(5, 4)
+    first = head.open(TOKENS, "me")
+    first.append(states[:3])
+    first.append(states[3:])
+    first.take(2)
+    first.write((0, KEYS), 0, rows(2))
+    first.length = 2
+    head.keep(first, "me")
+    for prompt, read, known in (([*TOKENS[:2], 1], 1, 1), ([*TOKENS[:4], 1, 2], 2, 3), ([*TOKENS, 1], 2, 5)):
+        text = head.open(prompt, "me")
+        assert (head.known(prompt, "me"), text.known, text.length) == (known, known, read)
+        assert torch.equal(text.planes()[0, KEYS], rows(2)[:, :read])
+        assert torch.equal(torch.zeros(0, 4) if (waiting := text.take(9)) is None else waiting, states[read:known])
+    untouched = head.open([*TOKENS, 1], "me").take(9)
+    assert untouched is not None
+    assert torch.equal(untouched, states[2:])
+
+
+def test_the_newest_text_is_kept_whatever_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text takes the place of its own beginning; others are dropped where they are too long together."""
+    monkeypatch.setattr(cache, "KEPT_ROWS", 9)
+    head = head_of(has_attention=True)
+
+    def keep(tokens: Sequence[int], owner: str, unread: int = 0) -> list[int]:
+        text = head.new_text(tokens, 0, {})
+        text.append(torch.zeros(len(tokens) - 1, 4))
+        text.take(len(tokens) - 1 - unread)
+        text.length = len(tokens) - 1 - unread
+        head.keep(text, owner)
+        return [len(kept.tokens) for kept in head._kept]
+
+    assert keep(TOKENS[:2], "me") == [2]
+    assert keep(TOKENS[:3], "somebody else") == [2, 3]
+    assert keep(TOKENS[:4], "me") == [3, 4]
+    assert keep(TOKENS, "me") == [3, 6]
+    assert keep([3, 3], "me") == [6, 2]
+    assert keep([4] * 20, "me") == [20]
+    assert keep([5, 5], "me", unread=1) == [2]  # states take more room than rows
+
+
 def test_a_head_without_attention_needs_the_newest_state_alone() -> None:
     head = head_of(has_attention=False)
     text = head.open(TOKENS)

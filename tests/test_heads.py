@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from leapahead import LLM, Request
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
-from leapahead.drafters.heads import checkpoint, formats, networks
+from leapahead.drafters.heads import cache, checkpoint, formats, networks
 from leapahead.drafters.heads.config import HeadConfig
 from leapahead.drafters.heads.head import Head
 from leapahead.drafters.heads.row_head import RowHead, RowText
@@ -369,6 +369,46 @@ def test_the_beginning_of_a_prompt_is_not_read_again(
     llm.engine.run([handles])
     assert handles.stats.reused_tokens == 0
     assert worst(found, exact_model, head_of(llm, folder), kind) < 1e-6
+
+
+def test_a_text_of_more_rows_than_are_kept_is_not_read_again(
+    exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "KEPT_ROWS", 8)
+    folder = heads.write(tmp_path, "eagle3", vocabulary(exact_model))
+    found = heads.recording(monkeypatch)
+    llm = LLM(exact_model, tokenizer=tokenizer, drafter="head", head=str(folder), nodes=6, drafter_cache=False)
+    first = llm.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True)
+    tokens = first.prompt_tokens + first.tokens
+    again = llm.generate(tokens, max_new_tokens=12, ignore_eos=True)
+    assert again.stats.reused_tokens >= len(tokens) - 6
+    assert worst(found, exact_model, head_of(llm, folder), "eagle3") < 1e-6
+
+
+@pytest.mark.parametrize(("seconds", "stopped"), [(10.0, "it is slower than the target"), (0.9, None)])
+def test_prompts_are_not_read_again_for_a_head_that_does_not_draft(
+    seconds: float, stopped: str | None, exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """One that is slower than the target, or does not pay. What it has not read, it reads when it does."""
+    folder = heads.write(tmp_path, "eagle3", vocabulary(exact_model))
+    found = heads.recording(monkeypatch)
+    llm = LLM(exact_model, tokenizer=tokenizer, drafter="head", head=folder, drafter_cache=False)
+    head: Any = head_of(llm, folder)
+    head.prepare = head.measure = lambda: None
+    plain = llm.engine.latency = FixedLatency(llm.target, {1: 1.0, 16: 1.1})
+    llm.engine._drafters.host = llm.drafter.host = replace(llm.drafter.host, latency=plain)
+    head.latency = FixedLatency(llm.target, {1: seconds})
+    first, again = (llm.generate(PROMPTS[0], max_new_tokens=8, ignore_eos=True) for _ in range(2))
+    figures = again.stats.drafter["eagle3"]
+    assert (figures["forwards"], figures.get("stopped")) == (0, stopped)
+    assert again.tokens == first.tokens
+    assert first.stats.reused_tokens == 0
+    assert again.stats.reused_tokens >= len(first.prompt_tokens) - 2
+    head.latency = FixedLatency(llm.target, {1: 0.01})
+    later = llm.generate(PROMPTS[0], max_new_tokens=48, ignore_eos=True)
+    assert later.stats.reused_tokens >= len(first.prompt_tokens) - 2
+    assert (later.stats.drafter["eagle3"]["forwards"] > 0) == (stopped is None)
+    assert worst(found, exact_model, head, "eagle3") < 1e-6
 
 
 def request_of(llm: LLM, tokens: list[int], owner: str) -> Request:

@@ -96,8 +96,14 @@ class DraftForwards:
         return [model.source(name) for model, name in zip(self.models, numbered(self.models), strict=True)]
 
     def known(self, tokens: Sequence[int], owner: str) -> int:
-        """How many tokens of a prompt there are whose hidden states no head needs."""
-        return min(model.known(tokens, owner) for model in self.models)
+        """How many tokens of a prompt there are whose hidden states no head needs, of those that are used."""
+        return min((model.known(tokens, owner) for model in self.models if model not in self.slow), default=len(tokens))
+
+    def end_slow(self, sources: Iterable[Source]) -> None:
+        """Ends the drafts of models that are not used, before the prompt is read, whose states they would wait for."""
+        for source in sources:
+            if isinstance(source, ForwardSource) and source.model in self.slow and not source.failed:
+                source.fail(TOO_SLOW)
 
     def prepare(self, latency: LatencyProfiles, target: Target | None) -> None:
         """Measures the draft models' latency profiles, outside of every request's time.
@@ -149,9 +155,6 @@ class StepForwards:
         drafts = [source for source in sources if isinstance(source, ForwardSource)]
         self._runs: Counter[ForwardModel] = Counter()
         self._sizes: dict[Source, int] = {}  # of the tree when a draft model was run for it, the root counted
-        for source in drafts:
-            if source.model in forwards.slow and not source.failed:
-                source.fail(TOO_SLOW)
         self._read_ahead([source for source in drafts if source.reading])
 
     def more(self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int]) -> bool:

@@ -134,6 +134,8 @@ class Planned(Drafter):
             sources = [counterpart(source, bool(sequence.source)) for source in sources]
         for source in sources:
             source.begin(sequence)
+        if self.draft_forwards is not None:
+            self.draft_forwards.end_slow(sources)
         self._sequences[sequence] = Drafting(sequence, sources, self._before)
 
     def read_prompt(self, sequence: SequenceView, rows: PromptRows) -> None:

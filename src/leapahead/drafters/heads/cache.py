@@ -3,7 +3,8 @@
     plane    (layer, KEYS) or (layer, VALUES)    float [key heads, rows, dim]
 
 A text has the planes that were written to it: one pair for each layer with attention, or none where a head has no
-attention. The rows of a finished text are kept for prompts that begin like it.
+attention. The rows of a finished text are kept for prompts that begin like it, and behind them the target's states that
+the head has not read, since it did not draft there: nothing is computed at the end of a text.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ KEYS, VALUES = 0, 1
 Plane = tuple[int, int]  # number of a layer of the head, KEYS or VALUES
 Planes = Mapping[Plane, Tensor]
 FIRST_CAPACITY = 256  # rows of a new plane, which doubles when it is full
-KEPT_ROWS = 32_768  # of finished texts; the oldest texts are dropped
+KEPT_ROWS = 32_768  # of finished texts; the oldest texts are dropped, never the newest one
+UNREAD = 8  # rows that a position counts as whose states are kept, which are wider than keys and values
 
 
 class CachedText(HeadText):
@@ -54,11 +56,18 @@ class CachedText(HeadText):
     def missing(self) -> int:
         return self.known - self.length
 
-    def take(self, most: int) -> Tensor | None:
-        """The target's states of the next missing rows, at most so many; None if none are missing."""
+    def waiting(self) -> Tensor | None:
+        """The target's states of the missing rows; None if none are missing."""
         if not self.missing:
             return None
-        waiting = self._waiting[0] if len(self._waiting) == 1 else torch.cat(self._waiting)
+        if len(self._waiting) > 1:
+            self._waiting = [torch.cat(self._waiting)]
+        return self._waiting[0]
+
+    def take(self, most: int) -> Tensor | None:
+        """The target's states of the next missing rows, at most so many; None if none are missing."""
+        if (waiting := self.waiting()) is None:
+            return None
         self._waiting = [waiting[most:]] if len(waiting) > most else []
         return waiting[:most]
 
@@ -135,25 +144,41 @@ def attention(spans: Sequence[Span]) -> Attend:
 
 
 class Kept(NamedTuple):
-    """The rows of a finished text.
+    """What is kept of a finished text.
 
     Attributes:
         owner: whose text it is, see `Target.open`.
-        tokens: those of its rows, and the one in front of them.
+        tokens: those of its rows and states, and the one in front of them.
         planes: its rows.
+        states: the target's of the positions behind them, float [positions, width]; None for none.
     """
 
     owner: str
     tokens: tuple[int, ...]
     planes: Planes
+    states: Tensor | None
+
+    @property
+    def unread(self) -> int:
+        """Positions behind its rows."""
+        return 0 if self.states is None else len(self.states)
+
+    @property
+    def size(self) -> int:
+        """What counts of `KEPT_ROWS`."""
+        return len(self.tokens) + UNREAD * self.unread
 
     def common(self, tokens: Sequence[int], owner: str) -> int:
-        """How many of its rows a prompt has too; that of its last token is left, so that it can be drafted from."""
+        """How many of its positions a prompt has too; that of its last token is left, so that it is drafted from."""
         if owner != self.owner:
             return 0
         most = min(len(self.tokens), len(tokens) - 1)
         same = next((at for at in range(most) if self.tokens[at] != tokens[at]), most)
         return max(0, same - 1)
+
+    def continues(self, other: Kept) -> bool:
+        """Whether another text is the beginning of this one."""
+        return self.owner == other.owner and self.tokens[: len(other.tokens)] == other.tokens
 
 
 class CachedHead(Head):
@@ -176,14 +201,21 @@ class CachedHead(Head):
     def open(self, tokens: Sequence[int], owner: str = "") -> CachedText:
         with self.lock:
             known = self.known(tokens, owner)
-            same = (kept.planes for kept in self._kept if kept.common(tokens, owner) == known)
-            return self.new_text(tokens, known, next(same, {}) if known else {})
+            same = (kept for kept in reversed(self._kept) if kept.common(tokens, owner) == known)
+            if not known or (kept := next(same, None)) is None:
+                return self.new_text(tokens, known, {})
+            text = self.new_text(tokens, min(known, len(kept.tokens) - 1 - kept.unread), kept.planes)
+            if kept.states is not None and text.known < known:
+                text.append(kept.states[: known - text.known])
+            return text
 
     def keep(self, text: CachedText, owner: str) -> None:
         if not self.module.has_attention:
             return
-        kept = Kept(owner, tuple(text.tokens[: text.length + 1]), text.planes())
+        states = None if (waiting := text.waiting()) is None else waiting.clone()
+        kept = Kept(owner, tuple(text.tokens[: text.known + 1]), text.planes(), states)
         with self.lock:
+            self._kept = deque(each for each in self._kept if not kept.continues(each))
             self._kept.append(kept)
-            while sum(len(each.tokens) for each in self._kept) > KEPT_ROWS:
+            while len(self._kept) > 1 and sum(each.size for each in self._kept) > KEPT_ROWS:
                 self._kept.popleft()
