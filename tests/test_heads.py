@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -409,6 +410,20 @@ def test_prompts_are_not_read_again_for_a_head_that_does_not_draft(
     assert later.stats.reused_tokens >= len(first.prompt_tokens) - 2
     assert (later.stats.drafter["eagle3"]["forwards"] > 0) == (stopped is None)
     assert worst(found, exact_model, head, "eagle3") < 1e-6
+
+
+def test_a_head_keeps_nothing_of_the_weights_that_its_target_had(
+    exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = deepcopy(exact_model), heads.write(tmp_path, "eagle3", vocabulary(exact_model))
+    llm = LLM(model, tokenizer=tokenizer, drafter="head", head=str(folder), nodes=6, drafter_cache=False)
+    llm.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True)
+    model.load_state_dict({name: each + 0.1 for name, each in model.state_dict().items()})
+    found = heads.recording(monkeypatch)
+    reused = [llm.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True).stats.reused_tokens for _ in range(2)]
+    assert reused[0] == 0 < reused[1]
+    assert found
+    assert worst(found, model, head_of(llm, folder), "eagle3") < 1e-6
 
 
 def request_of(llm: LLM, tokens: list[int], owner: str) -> Request:

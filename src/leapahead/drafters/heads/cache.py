@@ -56,6 +56,12 @@ class CachedText(HeadText):
     def missing(self) -> int:
         return self.known - self.length
 
+    def renew(self, start: int) -> None:
+        """Forgets what was taken over of positions from `start` on, of which none has been read since."""
+        kept, waiting = max(0, start - self.length), self.waiting()
+        self._waiting = [waiting[:kept]] if waiting is not None and kept else []
+        self.length, self.known = min(self.length, start), start
+
     def waiting(self) -> Tensor | None:
         """The target's states of the missing rows; None if none are missing."""
         if not self.missing:
@@ -219,3 +225,11 @@ class CachedHead(Head):
             self._kept.append(kept)
             while len(self._kept) > 1 and sum(each.size for each in self._kept) > KEPT_ROWS:
                 self._kept.popleft()
+
+    def renew(self, text: CachedText, start: int, owner: str) -> None:
+        # Most texts have their first token in common. Where the target has more, it has read such a text since then.
+        if not self.module.has_attention or start > 1 or start >= text.known:
+            return
+        with self.lock:
+            self._kept = deque(each for each in self._kept if not each.common(text.tokens, owner))
+            text.renew(start)

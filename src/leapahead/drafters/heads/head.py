@@ -136,6 +136,17 @@ class Head(ABC):
     def keep(self, text: Any, owner: str) -> None:  # noqa: B027
         """Keeps what was computed of a finished text, for prompts that begin like it."""
 
+    def renew(self, text: Any, start: int, owner: str) -> None:  # noqa: B027
+        """Forgets what was kept of texts that begin like a prompt, where the target has kept nothing of them.
+
+        Its weights or adapters may have changed, for which it drops its cache.
+
+        Args:
+            text: of the prompt.
+            start: the position from which the target computes its hidden states anew.
+            owner: see `open`.
+        """
+
     @abstractmethod
     def forward(self, wanted: Sequence[tuple[Any, Sequence[Path]]]) -> list[Drafted]:
         """ONE forward for several texts of this head, whose lock is held.

@@ -48,6 +48,9 @@ class HeadSource(ForwardSource):
             self.text = self.head.open(sequence.tokens, sequence.owner)
 
     def read_prompt(self, sequence: SequenceView, rows: PromptRows) -> None:
+        if not self._failed:
+            with self._trying():
+                self.head.renew(self.text, rows.start, sequence.owner)
         self._append(rows.start, rows.states(self.head.layers))
 
     def committed(self, sequence: SequenceView, step: Step) -> None:
