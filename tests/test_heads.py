@@ -426,6 +426,26 @@ def test_a_head_keeps_nothing_of_the_weights_that_its_target_had(
     assert worst(found, model, head_of(llm, folder), "eagle3") < 1e-6
 
 
+def test_an_interrupted_forward_leaves_no_rows_for_later_prompts(
+    exact_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    folder = heads.write(tmp_path, "eagle3", vocabulary(exact_model))
+    found = heads.recording(monkeypatch)
+    llm = LLM(exact_model, tokenizer=tokenizer, drafter="head", head=str(folder), nodes=6, drafter_cache=False)
+    head: Any = head_of(llm, folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(RowHead, "_computed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[0], max_new_tokens=12)
+    assert not head._kept
+    llm.generate(PROMPTS[0], max_new_tokens=12)
+    assert found
+    assert worst(found, exact_model, head, "eagle3") < 1e-6
+
+
 def request_of(llm: LLM, tokens: list[int], owner: str) -> Request:
     ((request, _),) = llm.requests([tokens], {"max_new_tokens": 12, "seed": 1})
     return replace(request, owner=owner)

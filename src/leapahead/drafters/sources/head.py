@@ -97,11 +97,16 @@ class HeadSource(ForwardSource):
 
     @contextmanager
     def _trying(self) -> Iterator[None]:
-        """Within the block, what fails ends the drafts of the head for this text, and not the text."""
+        """Within the block, what fails ends the drafts of the head for this text, and not the text.
+
+        So does an interrupt, which may leave rows counted that were not computed; it goes on.
+        """
         try:
             yield
-        except FAILURES as error:
-            self.fail(str(error))
+        except BaseException as error:
+            self.fail(str(error) or type(error).__name__)
+            if not isinstance(error, FAILURES):
+                raise
 
     def commit(self) -> None:
         if not self._failed:
@@ -139,9 +144,11 @@ class HeadSource(ForwardSource):
             began = clock()
             try:
                 drafts = head.forward([(source.text, paths) for source, paths in wanted])
-            except FAILURES as error:
+            except BaseException as error:  # see `_trying`
                 for source, _ in wanted:
-                    source.fail(str(error))
+                    source.fail(str(error) or type(error).__name__)
+                if not isinstance(error, FAILURES):
+                    raise
                 return None
             for (source, _), draft in zip(wanted, drafts, strict=True):
                 source.keep(draft.keys, draft.rows)
