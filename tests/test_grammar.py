@@ -281,6 +281,34 @@ def test_auto_drafts_nothing_that_the_grammar_forbids(llm: LLM, grammars: Gramma
         assert drafter != "auto" or any(len(step.tree) > 1 for step in seen)
 
 
+class Distracted(ToyTarget):
+    """The same table as a plain one, and a token that it likes best everywhere."""
+
+    token = 0
+
+    def row(self, attended: Any) -> Any:
+        found = super().row(attended).copy()
+        found[self.token] += 100.0
+        return found
+
+
+@pytest.mark.parametrize(("drafter", "sampling"), [("ouroboros", GREEDY), ("ouroboros", SAMPLED), ("cascade", GREEDY)])
+def test_draft_models_go_on_with_what_the_grammar_allows(
+    drafter: str, sampling: dict[str, Any], tokenizer: Any
+) -> None:
+    """Where it forbids the favourite, the next candidate is drafted, and is what guesses are compared with."""
+    target, draft = (kind(len(tokenizer) + PADDING, order=1, sharpness=4.0) for kind in (ToyTarget, Distracted))
+    (draft.token,) = tokenizer.encode("@", add_special_tokens=False)
+    llm = LLM(target, tokenizer=tokenizer)
+    options: dict[str, Any] = {"grammar": Grammar.regex("[a-z ]{60}"), "max_new_tokens": 40, **sampling}
+    options["drafter_options"] = {"draft": draft, "nodes": 4, "chain": True}
+    alone, found = (llm.generate("number", drafter=name, **options) for name in ("draft_model", drafter))
+    assert found.tokens == alone.tokens
+    assert found.stats.accepted_by["draft"] > 10
+    if not sampling:  # such a text repeats itself, so that guesses are right
+        assert found.stats.drafter["draft"]["forwards"] < 0.9 * alone.stats.drafter["draft"]["forwards"]
+
+
 # The state
 
 

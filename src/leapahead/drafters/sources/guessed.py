@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from leapahead.drafters.sources.computed import Path, Row
 from leapahead.drafters.sources.draft import DraftSource
 from leapahead.drafters.sources.forward import ForwardModel
@@ -181,7 +183,8 @@ class GuessedSource(DraftSource):
         return self.computable(state) and super().has_candidates(state)
 
     def _sure(self, state: Path) -> Row | None:
-        return super()._sure(state) if self.computable(state) else None
+        row = super()._sure(state) if self.computable(state) else None
+        return self._allowed(state, row) if row is not None and self.width else row
 
     def candidates(self, state: Path, limit: int) -> list[Candidate]:
         return super().candidates(state, min(limit, self.width or limit))
@@ -201,12 +204,15 @@ class GuessedSource(DraftSource):
         return 1 + round(guesser.hits.run) if guesser is not None and self._own(path) else 1
 
     def choice(self, path: Path) -> int | None:
-        """The draft model's own next token after a path, as its first candidate there; None if it was not computed."""
+        """The draft model's own next token after a path, as its first candidate there; None if it was not computed.
+
+        With a grammar, it is the first one that this allows.
+        """
         if (token := self._chosen.get(path)) is not None:
             return token
         if (row := self._rows.get(path)) is None or not len(row[0]):
             return None
-        tokens, logp, _ = row
+        tokens, logp, _ = self._allowed(path, row)
         best = 0
         if self._sequence.sampled and self.seed_aware:
             best = int(self._sequence.scores(len(self._sequence.tokens) + len(path), tokens, logp).argmax())
@@ -214,8 +220,16 @@ class GuessedSource(DraftSource):
         return token
 
     def row(self, path: Path) -> Row:
-        """The likeliest tokens after a computed path and their log-probabilities."""
-        return self._rows[path]
+        """The likeliest tokens after a computed path that may be chosen there, and their log-probabilities."""
+        return self._allowed(path, self._rows[path])
+
+    def _allowed(self, path: Path, row: Row) -> Row:
+        """What the grammar allows of a row; the whole where a guessed path has left the grammar, or none is allowed."""
+        sequence = self._sequence
+        if sequence.grammar is None or len(sequence.allowed(path)) < len(path):
+            return row
+        kept = np.array(sequence.grammar.allows(len(sequence.tokens), path, row.tokens.tolist()), dtype=np.bool_)
+        return row._replace(tokens=row.tokens[kept], logp=row.logp[kept]) if kept.any() else row
 
     @property
     def can_draft(self) -> bool:
