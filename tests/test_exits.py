@@ -83,6 +83,7 @@ class Rows:
         self._watch(exit.halves.first.model.layers[0], "first")
         self._watch(exit.halves.rest.model.layers[-1], "rest")
         self._watch(target.model.model.layers[0], "whole")
+        exit._made_of = exit.parts.objects()  # the count changes nothing
 
     def _watch(self, layer: Any, name: str) -> None:
         def count(module: Any, args: Any, kwargs: Any) -> None:
@@ -397,10 +398,24 @@ def test_an_exit_of_a_model_whose_weights_were_replaced_is_refused() -> None:
     assert decode(engine, [request])[0].tokens == decode(engine, [plain])[0].tokens
     old = layer.weight
     layer.weight = torch.nn.Parameter(-old.detach())
-    with pytest.raises(LeapaheadError, match="weights of the model were replaced, or its adapters switched, since"):
+    with pytest.raises(LeapaheadError, match="weights or hooks of the model were replaced, or its adapters switched"):
         decode(engine, [request])
     layer.weight = old
     assert decode(engine, [request])[0].tokens == decode(engine, [plain])[0].tokens
+
+
+def test_an_exit_of_a_model_with_other_hooks_is_refused() -> None:
+    """As of activation steering. The halves have those that the model had."""
+    target = TransformersTarget(shallow())
+    engine = Engine(target)
+    exit = engine.drafter("draft_model", draft="self:first=2", nodes=6, depth=2)
+    request = Request([3, 1, 4], exit, GREEDY, StopParams(max_new_tokens=8))
+    text = decode(engine, [request])[0].tokens
+    hook = target.model.model.layers[3].register_forward_hook(lambda module, args, output: output.roll(1, -1))
+    with pytest.raises(LeapaheadError, match="weights or hooks of the model were replaced"):
+        decode(engine, [request])
+    hook.remove()
+    assert decode(engine, [request])[0].tokens == text
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")

@@ -1085,6 +1085,23 @@ def test_weights_modules_dtype_and_attention_may_change() -> None:
     check()
 
 
+def test_forward_hooks_may_change() -> None:
+    """As of activation steering; drafts of the first layers are made anew."""
+    model = tiny("llama")
+    texts = []
+
+    def check() -> None:
+        texts.append(theirs(model, SINGLE).tolist())
+        assert ours(model, SINGLE, "draft_model", **FIRST_LAYERS).tolist() == texts[-1]
+
+    check()
+    hook = model.model.layers[1].register_forward_hook(lambda module, args, output: output.roll(1, -1))
+    check()
+    hook.remove()
+    check()
+    assert texts[0] == texts[2] != texts[1]
+
+
 # ------------------------------------------------------------------------------------------------ errors and threads
 
 

@@ -1580,6 +1580,42 @@ def test_entries_are_kept_while_a_model_does_not_change() -> None:
     assert llm.generate(TEXT, max_new_tokens=4).stats.reused_tokens > 0
 
 
+def _steered(model: Any) -> Any:
+    """As by activation steering; returns the handle of the hook."""
+    return model.model.layers[0].register_forward_hook(lambda module, args, output: output.roll(1, -1))
+
+
+def test_forward_hooks_may_change_between_two_texts() -> None:
+    model = BY_NAME["llama"].build()
+    llm = LLM(model)
+    before = _agrees(llm, model)
+    hook = _steered(model)
+    assert _agrees(llm, model) != before
+    hook.remove()
+    assert _agrees(llm, model) == before
+
+
+def test_entries_are_kept_where_transformers_has_installed_its_hooks() -> None:
+    """By which it gives hidden states, from the first time on."""
+    model = BY_NAME["llama"].build()
+    llm = LLM(model)
+    llm.generate(TEXT, max_new_tokens=4)
+    model(torch.tensor([TEXT]), output_hidden_states=True)
+    assert any(part._forward_hooks for part in model.modules())
+    assert llm.generate(TEXT, max_new_tokens=4).stats.reused_tokens > 0
+
+
+def test_a_copy_with_other_hooks_is_refused() -> None:
+    model = BY_NAME["llama"].build()
+    llm = LLM(model, exact=True)
+    text = llm.generate(TEXT, max_new_tokens=8).tokens
+    hook = _steered(model)
+    with pytest.raises(Refused, match="adapters, layers, hooks or parameters of the model were changed"):
+        llm.generate(TEXT)
+    hook.remove()
+    assert llm.generate(TEXT, max_new_tokens=8).tokens == text
+
+
 @pytest.mark.parametrize(
     ("name", "change", "sentence"),
     [

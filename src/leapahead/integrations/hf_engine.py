@@ -130,13 +130,13 @@ def _restore(training: list[torch.nn.Module]) -> None:
 
 
 def _state(model: Any) -> object:
-    """What an engine depends on: device, dtype, autocast, attention, configuration, modules, parameters, adapters.
+    """What an engine depends on: device, dtype, autocast, attention, configuration, modules, tensors, adapters, hooks.
 
-    The values of weights may change, since drafts that are made of the model ("self:first=8") share them. Other modules
-    and other parameter objects would not be shared.
+    The values of weights may change, since drafts that are made of the model ("self:first=8") share them. Other
+    modules, parameter objects and hooks would not be shared.
     """
     config = model.config.get_text_config(decoder=True)
     parts = tuple(map(id, (*model.modules(), *model.parameters())))
     layers = changes.adapters(changes.adapter_layers(list(model.modules())))
     modes = model.device, model.dtype, autocast(), config._attn_implementation
-    return modes, config.to_json_string(), parts, layers
+    return modes, config.to_json_string(), parts, layers, changes.hooks(map(vars, model.modules()))

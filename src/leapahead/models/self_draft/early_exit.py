@@ -298,7 +298,7 @@ class EarlyExit(SharingTarget):
     def session(self, row: Row, params: SamplingParams, capture: Capture) -> TransformersSession:
         assert self.halves is not None
         if self.parts.objects() != self._made_of:  # of which the halves, that verify as well, have the former ones
-            raise self.changed("weights of the model were replaced, or its adapters switched,")
+            raise self.changed("weights or hooks of the model were replaced, or its adapters switched,")
         state = CachedState(self.halves.executor.cache, row, row.tokens)
         return SharedSession(row.tokens, state, self._sampler(params, row.tokens), capture)
 

@@ -11,15 +11,17 @@ look must cost little, also at thousands of tensors; these together show what ch
     steps of optimizers    of this model's parameters, counted by a hook of torch
     values                 some of some tensors, for what is written to `tensor.data`
     adapters               of PEFT, by its layers
+    hooks                  of the forwards of modules, by the numbers that torch gives them
 
-What is written to `tensor.data` of a few tensors only may go unseen; `target.forget()` is for that.
+What is written to `tensor.data` of a few tensors only may go unseen, and what a hook reads does. `target.forget()` is
+for that.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -66,7 +68,7 @@ class Changes:
             self._objects, self._values = self._parts.state()
 
     def look(self, target: Any) -> None:
-        """Lets no further session have cache entries that were made with other weights or adapters.
+        """Lets no further session have cache entries that were made with other weights, adapters or hooks.
 
         Raises:
             Refused: the model cannot be decoded as it is now.
@@ -82,8 +84,8 @@ class Changes:
         objects, values = self._parts.state()
         if objects != self._objects and self._is_copied:
             raise Refused(
-                "adapters, layers or parameters of the model were changed since this LLM was made, whose exact or "
-                f"captured forwards run a copy of it; {AGAIN}"
+                "adapters, layers, hooks or parameters of the model were changed since this LLM was made, whose exact "
+                f"or captured forwards run a copy of it; {AGAIN}"
             )
         if (objects, values) != (self._objects, self._values):
             target.forget()
@@ -107,6 +109,7 @@ class Parts:
         held += [part._buffers for part in modules if not part._non_persistent_buffers_set]
         self._held = list(filter(None, held))
         self._adapters = adapter_layers(modules)
+        self._attributes = list(map(vars, modules))
         names = "gradient_checkpointing", "attention_dropout"
         self._training = [
             part for part in modules if isinstance(part, torch.nn.Dropout) or any(hasattr(part, name) for name in names)
@@ -121,7 +124,7 @@ class Parts:
         return all(now == known for now, known in self._children)
 
     def state(self) -> tuple[object, object]:
-        """Which tensors and adapters there are, and what differs where the values of tensors do."""
+        """Which tensors, adapters and hooks there are, and what differs where the values of tensors do."""
         tensors = self._tensors()
         some = [tensors[at] for at in self._sampled if at < len(tensors)]
         try:
@@ -132,9 +135,9 @@ class Parts:
         places = [each.data_ptr() for each in some]
         return (self.objects(), places), (versions, steps, _values(some))
 
-    def objects(self) -> tuple[list[int], list[tuple[object, ...]]]:
-        """Which tensors and adapters there are. A tensor that was given up may have its number given to another one."""
-        return list(map(id, self._tensors())), adapters(self._adapters)
+    def objects(self) -> tuple[list[int], list[tuple[object, ...]], list[int]]:
+        """Which tensors, adapters and hooks there are. A tensor that was given up may hand its number to another."""
+        return list(map(id, self._tensors())), adapters(self._adapters), hooks(self._attributes)
 
     def refuse_training(self) -> None:
         """Refuses a training mode in which forwards are random, or leave nothing in the cache.
@@ -175,6 +178,23 @@ def adapters(layers: Sequence[Any]) -> list[tuple[object, ...]]:
             tuple(getattr(layer, "scaling", {}).items()),
         )
         for layer in layers
+    ]
+
+
+def hooks(attributes: Iterable[Mapping[str, Any]]) -> list[int]:
+    """The numbers of the forward hooks of modules, which torch gives once each.
+
+    Those are left out that Transformers installs for good where it has given hidden states: they only collect them.
+
+    Args:
+        attributes: of each module.
+    """
+    tables = (each.get(name) for each in attributes for name in ("_forward_pre_hooks", "_forward_hooks"))
+    return [
+        number
+        for table in filter(None, tables)
+        for number, hook in table.items()
+        if not str(getattr(hook, "__module__", "")).startswith("transformers.")
     ]
 
 
