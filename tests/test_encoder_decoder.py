@@ -496,12 +496,14 @@ def test_what_is_refused(llms: dict[str, LLM], tmp_path: Path) -> None:
     with pytest.raises(Refused, match="new_target"):
         TransformersTarget(build("t5"))
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 40, "pad_token_id": 0}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 4}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_mel_bins": 4, "max_source_positions": 10}
     listener = transformers.WhisperForConditionalGeneration(
         transformers.WhisperConfig(**sizes, **heads, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3)
     )
     with pytest.raises(Refused, match="reads input_features, and leapahead gives encoders token ids"):
         new_target(listener)
+    with pytest.raises(Refused, match="input_features"):
+        hf.run(listener, input_features=torch.zeros(1, 4, 20), max_new_tokens=4)
     listener.save_pretrained(tmp_path)
     with pytest.raises(Refused, match=r"an encoder-decoder model \(whisper\) of which Transformers has no class"):
         LLM(str(tmp_path))
@@ -590,6 +592,20 @@ def test_generate_of_transformers(name: str) -> None:
     begin = torch.tensor([[int(own[0, 0]), 20, 21]])
     own, ours = _both(model, _batch(prompts[:1]), "auto", decoder_input_ids=begin)
     assert torch.equal(own, ours)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT uses it
+def test_run_takes_models_with_adapters() -> None:
+    """Whose `generate` takes no argument by position."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", target_modules=["q", "v"], init_lora_weights=False)
+    model, inputs = peft.get_peft_model(build("t5"), settings).eval(), _batch(sources(2))
+    options = {"max_new_tokens": 16, "num_beams": 1}
+    with torch.no_grad():
+        own = model.generate(**inputs, **options)
+    assert torch.equal(hf.run(model, **inputs, drafter="lookahead", **options), own)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    assert torch.equal(hf.run(model, ids, attention_mask=mask, drafter="lookahead", **options), own)
 
 
 @pytest.mark.slow

@@ -221,9 +221,10 @@ def run(
         _take_stop_strings(model, kwargs, tokenizer)
         if tokenizer is not None and (given := kwargs.get("prediction")) is not None:
             kwargs["prediction"] = encoded_predictions(given, tokenizer)
+        if inputs is not None:  # not by position: speech and image models have another first parameter, PEFT has none
+            kwargs["inputs"] = inputs
         return type(model).generate(
             model,
-            inputs,
             custom_generate=generate,
             drafter=drafter,
             drafter_options={**_taken_options(drafter, kwargs, assistant_model), **(drafter_options or {})},
