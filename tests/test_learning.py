@@ -15,7 +15,13 @@ torch = pytest.importorskip("torch")
 from safetensors import SafetensorError  # noqa: E402
 from seq2seq import build  # noqa: E402
 from training_parts import VOCABULARY, model_of, small_model  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
 from leapahead import LLM  # noqa: E402
 from leapahead.core.errors import LeapaheadError  # noqa: E402
@@ -294,6 +300,51 @@ def test_requests_of_several_threads_learn_together() -> None:
         for thread in threads:
             thread.join()
         assert [found[number] for number in range(len(PROMPTS))] == expected
+
+
+def short_model() -> Any:
+    """A GPT-2 of random weights with room for 32 tokens, as a draft model."""
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
+
+
+def test_a_draft_model_learns_of_texts_longer_than_its_context() -> None:
+    with chain_llm(draft=short_model(), learn=1) as llm:
+        plain = llm.generate(PROMPTS[0], max_new_tokens=64, drafter="plain")
+        result = llm.generate(PROMPTS[0], max_new_tokens=64)
+        assert result.tokens == plain.tokens
+        assert result.stats.drafter["learning"]["updates"] == 1
+
+
+def test_a_draft_model_learns_within_inference_mode() -> None:
+    """What it has learned there is of use outside, and the other way round."""
+    draft = small_model()
+    with torch.inference_mode():
+        llm = chain_llm(draft=draft, learn=1)
+    with llm:
+        before = weights_of(llm)
+        plain = llm.generate(PROMPTS[0], max_new_tokens=16, drafter="plain")
+        for number, mode in enumerate((True, False, True)):
+            with torch.inference_mode(mode):
+                result = llm.generate(PROMPTS[0], max_new_tokens=16)
+            assert result.tokens == plain.tokens
+            assert result.stats.drafter["learning"]["updates"] == number + 1
+        assert not all(torch.equal(*pair) for pair in zip(before, weights_of(llm), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.* was not trained")
+def test_no_text_is_lost_where_learning_fails_with_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, texts: Any) -> Any:
+        raise IndexError("index out of range in self")
+
+    monkeypatch.setattr(OnlineTraining, "loss", broken)
+    with chain_llm(learn=1) as llm:
+        plain = llm.generate(PROMPTS[0], max_new_tokens=16, drafter="plain")
+        result = llm.generate(PROMPTS[0], max_new_tokens=16)
+        assert result.tokens == plain.tokens
+        assert result.stats.drafter["learning"]["updates"] == 0
 
 
 def failing(texts: Any) -> Any:

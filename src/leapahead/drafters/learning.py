@@ -58,16 +58,23 @@ class Rejections:
         place = step.position + tree.depth_list[node]
         self._kept.append((place, tokens[row].astype(np.int32), logits[row].astype(np.float32)))
 
-    def example(self, tokens: Sequence[int], source: Sequence[int] = ()) -> Positions | None:
-        """The text so far, and the encoder's input, with its rejected positions; None where there are none."""
-        first = max(0, len(tokens) - LONGEST)
-        kept = [each for each in self._kept if each[0] >= first]
-        if not kept:
+    def example(self, tokens: Sequence[int], source: Sequence[int] = (), longest: int = LONGEST) -> Positions | None:
+        """The text up to its last rejected position, and the encoder's input, with such positions; None without one.
+
+        Args:
+            tokens: of the text so far.
+            source: the encoder's input.
+            longest: greatest number of tokens that are kept, the last ones.
+        """
+        if not self._kept:
             return None
+        end = self._kept[-1][0] + 1  # the draft model may not have room for what follows
+        first = max(0, end - longest)
+        kept = [each for each in self._kept if each[0] >= first]
         from leapahead.models.transformers.online import Positions
 
         places, following, logits = zip(*kept, strict=True)
-        text = np.array(tokens[first:], dtype=np.int32)
+        text = np.array(tokens[first:end], dtype=np.int32)
         read = np.array(source, dtype=np.int32)
         return Positions(text, np.array(places, dtype=np.int32) - first, np.stack(following), np.stack(logits), read)
 
@@ -130,10 +137,13 @@ class Learner:
     def finish(self, sequence: SequenceView) -> None:
         """A text is complete; after every so many there is an update."""
         rejections = self._running.pop(sequence, None)
-        example = rejections.example(sequence.tokens, sequence.source) if rejections is not None else None
+        info = self.model.target.info
+        longest = min(LONGEST, info.context_length)
+        example = None if rejections is None else rejections.example(sequence.tokens, sequence.source, longest)
         if example is not None:
             largest = max(example.tokens.max(), example.source.max(initial=0))
-            if largest < self.model.target.info.vocab_size:
+            is_read = info.decoder is None or len(example.source) <= info.decoder.longest_source
+            if largest < info.vocab_size and is_read:
                 self.buffer.add(example)
         self._texts += 1
         if self._texts % self.every == 0:
@@ -157,7 +167,7 @@ class Learner:
         try:
             self.loss = self.training.step(group)
             reason = "" if math.isfinite(self.loss) else "its loss is not a finite number; give a lower learn_rate"
-        except RuntimeError as error:  # PyTorch's, such as a full memory
+        except Exception as error:  # of any kind that PyTorch or the model's own code raises, such as a full memory
             reason = f"a step failed ({first_line(error)}); give learn=0"
         if reason:
             warnings.warn(
@@ -254,6 +264,7 @@ def learner(
     with needing("a draft model that learns", "transformers", "torch", "transformers"):
         from leapahead.models.transformers.linears import is_packed, unpack
         from leapahead.models.transformers.model import TransformersTarget
+        from leapahead.models.transformers.modes import computing
         from leapahead.models.transformers.online import OnlineTraining
     if isinstance(draft, str) and draft.startswith(SELF):
         raise Refused(f"draft={draft!r} cannot learn, since its weights are the target's; name another model")
@@ -265,7 +276,7 @@ def learner(
     if isinstance(target, TransformersTarget) and _places(model.target.model) & _places(target.model):
         raise Refused(f"{model.title} cannot learn, since it shares weights with the target; load it by itself")
     if is_packed(model.target.model):  # there are no gradients of packed weights
-        with model.target.lock:
+        with model.target.lock, computing():
             unpack(model.target.model)
             model.target.model.requires_grad_()
     return Learner(model, OnlineTraining(model.target, rate), every, learned)

@@ -28,7 +28,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from leapahead.core.errors import BadParameter, Refused
-from leapahead.core.parameters import whole
+from leapahead.core.parameters import is_left_out, whole
 from leapahead.core.stats import Stats
 from leapahead.drafters import registry
 from leapahead.drafters.base import Drafter, SequenceDrafter
@@ -111,10 +111,7 @@ def generate(
     direct = {name: model_kwargs.pop(name) for name in OPTIONS if name in model_kwargs}
     options = {name: value for name, value in direct.items() if value is not None} | dict(drafter_options or {})
     with guarded(leapahead_streamer) as streamer:
-        if not isinstance(stats, list | None):
-            raise BadParameter(f"stats={stats!r} is not possible: it must be a list, which takes the Stats of each row")
-        if options.get("draft") is model:
-            raise BadParameter("the model cannot be its own draft model; use draft='self:first=N' or draft='self:skip'")
+        _check(model, drafter, options, stats)
         refuse(model, generation_config, logits_processor, model_kwargs)
         in_float64 = model.dtype == torch.float64
         prepared = input_ids, logits_processor, stopping_criteria, generation_config
@@ -148,6 +145,19 @@ def generate(
     scores, logits = batch.stacked("scores"), batch.stacked("logits")
     kind = GenerateEncoderDecoderOutput if encoded is not None else GenerateDecoderOnlyOutput
     return kind(sequences=sequences, scores=scores, logits=logits)
+
+
+def _check(model: Any, drafter: Any, options: Mapping[str, Any], stats: Any) -> None:
+    """Refuses arguments of `generate` that are not possible."""
+    if not isinstance(stats, list | None):
+        raise BadParameter(f"stats={stats!r} is not possible: it must be a list, which takes the Stats of each row")
+    if options.get("draft") is model:
+        raise BadParameter("the model cannot be its own draft model; use draft='self:first=N' or draft='self:skip'")
+    if drafter == "draft_model" and not is_left_out(learned := options.get("learned")):
+        raise Refused(
+            f"learned={learned!r} is not supported by leapahead.hf: it is written when an engine is closed, which "
+            "leapahead.hf does not do; use leapahead.LLM"
+        )
 
 
 def _showing_options(function: Any) -> inspect.Signature:

@@ -64,16 +64,17 @@ class OnlineTraining:
     def __init__(self, target: TransformersTarget, rate: float = 0.0) -> None:
         self.target, self._module = target, target.model
         self._parameters = list(self._module.parameters())
-        self._masters = [each.detach().float().clone() for each in self._parameters]
         width = self._module.get_input_embeddings().weight.shape[-1]
-        self._optimizer = torch.optim.AdamW(self._masters, lr=rate or USUAL_RATE / width, weight_decay=0.0)
+        with torch.inference_mode(False):  # tensors of that mode cannot be trained
+            self._masters = [each.detach().float().clone() for each in self._parameters]
+            self._optimizer = torch.optim.AdamW(self._masters, lr=rate or USUAL_RATE / width, weight_decay=0.0)
 
     def step(self, texts: Sequence[Positions]) -> float:
         """One step of the optimizer; returns the loss before it.
 
         Where the loss or its gradient is not a finite number, nothing changes, and what is returned is none.
         """
-        with self.target.lock, torch.enable_grad():
+        with self.target.lock, torch.inference_mode(False), torch.enable_grad():
             self._module.zero_grad()  # of a step that failed
             self._follow()
             loss = self.loss(texts)
