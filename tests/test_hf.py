@@ -17,6 +17,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from leapahead import Budget, DrafterCache, Proposal, SequenceDrafter, SequenceView, Stats, TokenTree
 from leapahead.core.errors import BadParameter, ContextOverflow, Refused
+from leapahead.core.forks import Mutex
 from leapahead.drafters import registry
 from leapahead.drafters.base import Drafter
-from leapahead.integrations import hf, hf_fields
+from leapahead.integrations import hf, hf_engine, hf_fields
 
 VOCAB = 96
 PAD = 0
@@ -1187,6 +1189,53 @@ def test_threads_share_one_model() -> None:
     for thread in threads:
         thread.join()
     assert found == {(index, time): expected[index] for index in range(len(jobs)) for time in range(3)}
+    assert all(part.training for part in model.modules())
+
+
+def test_a_first_call_on_one_model_holds_up_no_other_model(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which tests the model and may take minutes."""
+    other, begun, go_on = tiny("llama", seed=1), threading.Event(), threading.Event()
+    expected, make = ours(llama, SINGLE).tolist(), hf_engine.ModelEngine.__init__
+
+    def wait(self: Any, model: Any, state: object) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        make(self, model, state)
+
+    monkeypatch.setattr(hf_engine.ModelEngine, "__init__", wait)
+    with ThreadPoolExecutor(2) as pool:
+        late = pool.submit(ours, other, SINGLE)
+        try:
+            assert begun.wait(30)
+            assert pool.submit(ours, llama, SINGLE).result(10).tolist() == expected
+        finally:
+            go_on.set()
+        assert late.result(30).tolist() == theirs(other, SINGLE).tolist()
+
+
+class Interrupted(Mutex):
+    """A lock the second wait for which is interrupted."""
+
+    waits = 0
+
+    def __enter__(self) -> Any:
+        self.waits += 1
+        if self.waits == 2:
+            raise KeyboardInterrupt
+        return super().__enter__()
+
+
+def test_an_interrupt_at_the_end_of_a_call_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mode is restored, and no entries of the cache are kept, which would be wrong once the weights change."""
+    monkeypatch.setattr(hf_engine, "Mutex", Interrupted)
+    model = tiny("llama").train()
+    with pytest.raises(KeyboardInterrupt):
+        ours(model, BATCH)
+    assert all(part.training for part in model.modules())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    assert ours(model, BATCH).tolist() == theirs(model, BATCH).tolist()
     assert all(part.training for part in model.modules())
 
 

@@ -44,7 +44,7 @@ class ModelEngine:
         self.state = state
         self._drafter_cache = DrafterCache()
         self._nested: ModelEngine | None = None
-        self._calls = 0
+        self._calls = set[object]()
         self._training: list[torch.nn.Module] = []
 
     def drafter_cache(self, given: DrafterCache | bool) -> DrafterCache | None:
@@ -77,24 +77,28 @@ class ModelEngine:
             self._nested = ModelEngine(model, self.state)
         return self._nested.idle(model)
 
-    def enter(self, training: list[torch.nn.Module]) -> None:
+    def enter(self, call: object, training: list[torch.nn.Module]) -> None:
         """Counts a call. `training` are the modules that were in training mode before it."""
-        if self._calls == 0:
+        if not self._calls:
             self._training = training
             self.target.forget()
-        self._calls += 1
+        self._calls.add(call)
 
-    def leave(self) -> None:
-        """Counts the end of a call. The last one releases the KV cache and restores training mode."""
-        self._calls -= 1
-        if self._calls == 0:
+    def leave(self, call: object) -> None:
+        """Counts the end of a call. The last one releases the KV cache and restores training mode.
+
+        Leaving again, or without having entered, is harmless, as after an interrupt.
+        """
+        if self._calls <= {call}:
             self.target.forget()
             _restore(self._training)
             self._training = []
+        self._calls.discard(call)
 
 
 _kept: WeakKeyDictionary[torch.nn.Module, ModelEngine] = WeakKeyDictionary()
-_lock = Mutex()
+_locks: WeakKeyDictionary[torch.nn.Module, Mutex] = WeakKeyDictionary()  # one for each model, held while it is tested
+_lock = Mutex()  # of these locks
 
 
 @contextmanager
@@ -104,24 +108,46 @@ def engine_of(model: Any) -> Iterator[ModelEngine]:
     Raises:
         Refused: the model cannot be decoded exactly.
     """
-    state = _state(model)
+    state, call = _state(model), object()
     with _lock:
-        training = [part for part in model.modules() if part.training]
-        model.eval()
-        try:
-            found = _kept.get(model)
-            if found is None or found.state != state or found.target.lock is LOST:
-                found = _kept[model] = ModelEngine(model, state)
-            found = found.idle(model)
-            found.enter(training)
-        except BaseException:
-            _restore(training)
-            raise
+        lock = _locks.setdefault(model, Mutex())
+    found: ModelEngine | None = None
     try:
+        with lock:
+            training = [part for part in model.modules() if part.training]
+            try:
+                model.eval()
+                found = _engine(model, state).idle(model)
+                found.enter(call, training)
+            except BaseException:
+                _restore(training)
+                raise
         yield found
     finally:
-        with _lock:
-            found.leave()
+        if found is not None:
+            _leave(found, call, lock)
+
+
+def _engine(model: Any, state: object) -> ModelEngine:
+    """The model's engine, made where there is none for this state."""
+    found = _kept.get(model)
+    if found is None or found.state != state or found.target.lock is LOST:
+        found = _kept[model] = ModelEngine(model, state)
+    return found
+
+
+def _leave(found: ModelEngine, call: object, lock: Mutex) -> None:
+    """Counts the end of a call, also where Ctrl-C interrupts the wait for the lock, which is raised afterwards."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            with lock:
+                found.leave(call)
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _restore(training: list[torch.nn.Module]) -> None:
