@@ -27,10 +27,12 @@ from leapahead.core.tree import TokenTree
 from leapahead.core.verify import verify
 from leapahead.models.base import CHAIN, Capture, Target, read_prompt
 from leapahead.models.loading import bundled
+from leapahead.models.parallel.device import Step
 from leapahead.models.parallel.launch import checked
 from leapahead.models.parallel.link import Disconnected, connected
 from leapahead.models.parallel.split import split
 from leapahead.models.parallel.target import ParallelTarget
+from leapahead.models.parallel.worker import Stop
 from leapahead.models.toy import ToySession, ToyTarget
 from leapahead.planner.measurement import rounds
 
@@ -223,6 +225,42 @@ def test_an_error_of_another_process_is_told_in_one_sentence_and_ends_nothing_el
     with pytest.raises(CacheFull, match="no room on purpose"):
         run(target, "lookahead")
     targets[1].how = ""
+    assert run(target, "lookahead").tokens == run(ToyTarget(), None).tokens
+    target.close()
+
+
+def test_an_interrupt_while_a_step_is_sent_ends_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to that step would be taken for the one to the next command."""
+    target, steps = divided([ToyTarget(), ToyTarget()]), count(1)
+    send = target.link.send
+
+    def interrupted(to: int, message: Any, *more: Any) -> None:
+        send(to, message, *more)
+        if isinstance(message[-1], Step) and next(steps) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(target.link, "send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(target, "lookahead")
+    for drafter in ("lookahead", None):
+        with pytest.raises(LeapaheadError, match="has ended: it was interrupted in the middle of a step; make"):
+            run(target, drafter)
+    target.link.receive(1)  # so that the other process, which is a thread here, can be told to stop
+    send(1, [Stop()])
+    target.close()
+
+
+def test_an_interrupt_in_the_own_part_of_a_step_ends_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, steps, step = divided([ToyTarget(), ToyTarget()]), count(1), Step.run
+
+    def interrupted(self: Step, device: Any) -> Any:
+        if device is target.device and next(steps) == 2:
+            raise KeyboardInterrupt
+        return step(self, device)
+
+    monkeypatch.setattr(Step, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(target, "lookahead")
     assert run(target, "lookahead").tokens == run(ToyTarget(), None).tokens
     target.close()
 

@@ -42,6 +42,7 @@ from leapahead.models.parallel.split import split
 from leapahead.models.parallel.worker import DONE, FAILED, FULL, Reply, Stop
 
 PATIENCE = timedelta(seconds=5)  # within which a process that is told to stop receives that
+INTERRUPTED = "it was interrupted in the middle of a step"
 
 
 class Gathered(Choices):
@@ -155,6 +156,7 @@ class ParallelTarget:
         self.lock = RLock()
         self._numbers = count()
         self._news: list[list[Command]] = [[] for _ in range(link.size)]
+        self._is_asking = False  # whether there may be answers that are not read
         self.info = self._information(target.info)
         self._compare()
 
@@ -300,12 +302,13 @@ class ParallelTarget:
         Raises:
             Exception: what this device raises; else what another one reports, after all have answered.
         """
-        if self.link.problem:
-            raise LeapaheadError(f"decoding on several devices has ended: {self.link.problem}; make a new LLM")
+        if problem := self._problem():
+            raise LeapaheadError(f"decoding on several devices has ended: {problem}; make a new LLM")
+        self._is_asking = True
         for rank in range(1, self.link.size):
             news, self._news[rank] = self._news[rank], []
             self.link.send(rank, [*news, commands[rank]])
-        answers, error = [None], None
+        answers, error, is_asking = [None], None, False
         try:
             answers = [commands[0].run(self.device)]
         except BaseException as own:
@@ -313,11 +316,23 @@ class ParallelTarget:
         for rank in range(1, self.link.size):
             try:
                 answers.append(self._answer(rank))
-            except BaseException as other:
+            except Exception as other:
                 error = error or other
+            except BaseException as interrupt:
+                error, is_asking = error or interrupt, True
+        self._is_asking = is_asking
         if error is not None:
             raise error
         return answers
+
+    def _problem(self) -> str:
+        """Why nothing can be computed any more; "" while all is well.
+
+        An interrupt may have left answers, which would be taken for those to later commands.
+        """
+        if self._is_asking and not self.link.problem:
+            self.link.problem = INTERRUPTED
+        return self.link.problem
 
     def _answer(self, rank: int) -> Any:
         reply: Reply = self.link.receive(rank)
@@ -341,7 +356,7 @@ class ParallelTarget:
         """Ends the other processes, unless this is a forked one, whose parent they serve. Twice is harmless."""
         if os.getpid() != self._process:
             return
-        if not self.link.problem:
+        if not self._problem():
             for rank in range(1, self.link.size):
                 with suppress(Disconnected):
                     self.link.send(rank, [Stop()], PATIENCE)
