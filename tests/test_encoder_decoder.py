@@ -502,7 +502,7 @@ def test_what_is_refused(llms: dict[str, LLM], tmp_path: Path) -> None:
     )
     with pytest.raises(Refused, match="reads input_features, and leapahead gives encoders token ids"):
         new_target(listener)
-    with pytest.raises(Refused, match="input_features"):
+    with pytest.raises(Refused, match="reads input_features, and leapahead gives encoders token ids"):
         hf.run(listener, input_features=torch.zeros(1, 4, 20), max_new_tokens=4)
     listener.save_pretrained(tmp_path)
     with pytest.raises(Refused, match=r"an encoder-decoder model \(whisper\) of which Transformers has no class"):
@@ -592,6 +592,34 @@ def test_generate_of_transformers(name: str) -> None:
     begin = torch.tensor([[int(own[0, 0]), 20, 21]])
     own, ours = _both(model, _batch(prompts[:1]), "auto", decoder_input_ids=begin)
     assert torch.equal(own, ours)
+
+
+def test_generate_bans_first_tokens_as_configured() -> None:
+    """Which `LLM` refuses, and Transformers does itself here."""
+    model, inputs = build("t5"), _batch(sources(2))
+    first, _ = _both(build("t5"), inputs)
+    model.generation_config.begin_suppress_tokens = [int(first[0, 1])]
+    own, ours = _both(model, inputs)
+    assert torch.equal(own, ours)
+    assert int(own[0, 1]) != int(first[0, 1])
+
+
+def test_generate_refuses_encoders_of_speech_by_name() -> None:
+    """Also where there is a mask, which is of frames, of which the encoder gives fewer."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 40, "input_feat_per_channel": 4}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    listener = transformers.Speech2TextForConditionalGeneration(
+        transformers.Speech2TextConfig(**sizes, **heads, conv_channels=16, decoder_start_token_id=3)
+    ).eval()
+    given = {"input_features": torch.zeros(1, 20, 4), "attention_mask": torch.ones(1, 20, dtype=torch.long)}
+    with pytest.raises(Refused, match="reads input_features, and leapahead gives encoders token ids"):
+        listener.generate(**given, custom_generate=hf.generate, max_new_tokens=4)
+    model = build("t5")
+    with torch.no_grad():
+        states = model.get_encoder()(**_batch(sources(1)))
+    mask = torch.ones(1, 9, dtype=torch.long)
+    with pytest.raises(Refused, match=r"an attention_mask of shape \(1, 9\) for an encoder.s output"):
+        hf.run(model, encoder_outputs=states, attention_mask=mask, max_new_tokens=4)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT uses it

@@ -41,6 +41,7 @@ from leapahead.integrations.hf_engine import ModelEngine, engine_of
 from leapahead.integrations.hf_fields import FIELDS, SYNCED, refuse, refuse_cache, refuse_field
 from leapahead.integrations.hf_streaming import Streaming, guarded
 from leapahead.models.transformers import families
+from leapahead.models.transformers.encoder_decoder import refuse_other_inputs
 
 # The options of all built-in drafters by name, without the seed, which is the text's own.
 OPTIONS = sorted({each for name in registry.BUILT_IN for each in registry.options(registry.load(name))} - {"seed"})
@@ -115,7 +116,7 @@ def generate(
         refuse(model, generation_config, logits_processor, model_kwargs)
         in_float64 = model.dtype == torch.float64
         prepared = input_ids, logits_processor, stopping_criteria, generation_config
-        encoded = encoder_inputs(model_kwargs, inputs_tensor) if model.config.is_encoder_decoder else None
+        encoded = encoder_inputs(model, model_kwargs, inputs_tensor) if model.config.is_encoder_decoder else None
         batch = Batch(*prepared, model_kwargs, in_float64, encoded)
         seeds = _seeds(seed, len(batch.rows)) if generation_config.do_sample else [0] * len(batch.rows)
         with engine_of(model) as kept:
@@ -215,8 +216,9 @@ def run(
     """
     kwargs["generation_config"] = generation_config
     with guarded(streamer) as ended:
-        if not families.language_model(model).can_generate():
+        if not (language_model := families.language_model(model)).can_generate():
             raise BadParameter(f"a {type(model).__name__} cannot generate; load the model with AutoModelForCausalLM")
+        refuse_other_inputs(language_model)
         if assistant_tokenizer is not None:
             raise Refused("assistant_tokenizer is not supported: a draft model must have the target's tokenizer")
         if synced_gpus:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leapahead.core.errors import BadParameter
+from leapahead.core.errors import BadParameter, Refused
 from leapahead.integrations.hf_fields import ENCODED
+from leapahead.models.transformers.encoder_decoder import refuse_other_inputs
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,26 @@ class EncoderInput:
     states: Tensor
 
 
-def encoder_inputs(model_kwargs: Mapping[str, Any], inputs: Tensor | None) -> list[EncoderInput]:
+def encoder_inputs(model: Any, model_kwargs: Mapping[str, Any], inputs: Tensor | None) -> list[EncoderInput]:
     """Of every row of the batch.
 
     Args:
-        model_kwargs: as Transformers prepared them.
+        model, model_kwargs: as Transformers prepared them.
         inputs: what the encoder was given, int64 [prompts, length]; each prompt has equally many rows.
 
     Raises:
+        Refused: the encoder reads something else than token ids, or the mask is for other inputs.
         BadParameter: a row is all padding.
     """
+    refuse_other_inputs(model)
     states: Tensor = model_kwargs[ENCODED][0]
     mask = model_kwargs.get("attention_mask")
     kept = torch.ones(states.shape[:2], dtype=torch.bool, device="cpu") if mask is None else mask.bool().cpu()
+    if kept.shape != states.shape[:2]:
+        raise Refused(
+            f"an attention_mask of shape {tuple(kept.shape)} for an encoder's output of shape {tuple(states.shape)} is "
+            "not supported by leapahead.hf: it must have one entry for each token of the encoder's input"
+        )
     if not bool(kept.any(dim=1).all()):
         raise BadParameter("a row of the batch is all padding; give at least one token")
     ids = torch.zeros(states.shape[:2], dtype=torch.int64, device="cpu")

@@ -39,7 +39,8 @@ class ModelEngine:
 
     def __init__(self, model: Any, state: object) -> None:
         config = model.config.get_text_config(decoder=True)
-        self.target = new_target(proxy(model), name=config.name_or_path or type(model).__name__, watched=False)
+        name = config.name_or_path or type(model).__name__
+        self.target = new_target(proxy(model), name=name, watched=False, as_configured=False)
         self.engine = Engine(self.target, max_batch=ALL_ROWS)
         self.state = state
         self._drafter_cache = DrafterCache()

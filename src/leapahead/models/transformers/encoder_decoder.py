@@ -41,10 +41,27 @@ from leapahead.models.transformers.selftest import OwnOutputs
 PLAIN = {"full_attention": families.Pattern()}
 
 
-def new_target(model: Any, **options: Any) -> TransformersTarget:
-    """The target of a loaded model of Transformers, whatever its kind; options as of `TransformersTarget`."""
-    is_both = bool(getattr(families.language_model(model).config, "is_encoder_decoder", False))
-    return (EncoderDecoderTarget if is_both else TransformersTarget)(model, **options)
+def new_target(model: Any, *, as_configured: bool = True, **options: Any) -> TransformersTarget:
+    """The target of a loaded model of Transformers, whatever its kind.
+
+    Args:
+        as_configured: see `EncoderDecoderTarget`.
+        options: of `TransformersTarget`.
+    """
+    if getattr(families.language_model(model).config, "is_encoder_decoder", False):
+        return EncoderDecoderTarget(model, as_configured=as_configured, **options)
+    return TransformersTarget(model, **options)
+
+
+def refuse_other_inputs(model: Any, name: str = "") -> None:
+    """Refuses an encoder-decoder model whose encoder reads speech or images.
+
+    Raises:
+        Refused: it does.
+    """
+    if model.config.is_encoder_decoder and model.main_input_name != "input_ids":
+        name = name or model.config.name_or_path or type(model).__name__
+        raise Refused(f"the encoder of {name} reads {model.main_input_name}, and leapahead gives encoders token ids")
 
 
 class DecoderExecutor(MaskedExecutor):
@@ -97,6 +114,10 @@ class EncoderDecoderSession(TransformersSession):
 class EncoderDecoderTarget(TransformersTarget):
     """An encoder-decoder model; see `TransformersTarget`. It gives no hidden states and has no exact mode.
 
+    Args:
+        as_configured: whether requests may apply what the generation config says of texts beyond their first token,
+            see `Request`; else nothing of it is read.
+
     Raises:
         Refused: the model's own forward cannot be matched, it does not say which token its texts begin with, or it
             takes other inputs than token ids.
@@ -106,13 +127,10 @@ class EncoderDecoderTarget(TransformersTarget):
     executor: CachedExecutor
     session_class = EncoderDecoderSession
 
-    def __init__(self, model: Any, *, name: str | None = None, **options: Any) -> None:
-        model = families.language_model(model)
+    def __init__(self, model: Any, *, name: str | None = None, as_configured: bool = True, **options: Any) -> None:
+        model, self._as_configured = families.language_model(model), as_configured
         name = name or model.config.name_or_path or type(model).__name__
-        if model.main_input_name != "input_ids":
-            raise Refused(
-                f"the encoder of {name} reads {model.main_input_name}, and leapahead gives encoders token ids"
-            )
+        refuse_other_inputs(model, name)
         super().__init__(model, name=name, **{**options, "hidden_states": False})
         if self.model.embeds is not None:
             self.max_nodes = self.context_length  # positions that are corrected are counted from 0
@@ -122,10 +140,11 @@ class EncoderDecoderTarget(TransformersTarget):
             raise Refused(
                 f"the decoder of a {type(model).__name__} is not made like those of T5 and BART; use another model"
             )
-        return DecoderView(model, _decoder(model, embeddings().weight.shape[0]).start)
+        return DecoderView(model, _decoder(model, embeddings().weight.shape[0], self._as_configured).start)
 
     def _information(self, **known: Any) -> TargetInfo:
-        return super()._information(**known, decoder=_decoder(self.model.model, known["vocab_size"]))
+        decoder = _decoder(self.model.model, known["vocab_size"], self._as_configured)
+        return super()._information(**known, decoder=decoder)
 
     def _tested_executor(self, exclusive: bool, exact: bool, own: OwnOutputs) -> tuple[Executor, dict[str, str]]:
         if exact:
@@ -220,10 +239,10 @@ def _executors(model: DecoderView, usual_length: int) -> Iterator[executors.Name
     yield "one token at a time", lambda: StepExecutor(model, CrossedCache(usual_length))
 
 
-def _decoder(model: Any, vocab_size: int) -> Decoder:
+def _decoder(model: Any, vocab_size: int, as_configured: bool) -> Decoder:
     """What the generation config says of a model's texts, as Transformers reads it.
 
-    Where it does not say how they begin, the config may.
+    Where it does not say how they begin, the config may. Unless `as_configured`, that is all.
 
     Raises:
         Refused: they do not say how a text begins, or ask for what is not supported.
@@ -251,6 +270,9 @@ def _decoder(model: Any, vocab_size: int) -> Decoder:
             f"{type(model).__name__} does not say which token its texts begin with (decoder_start_token_id={start!r}); "
             "set model.generation_config.decoder_start_token_id"
         )
+    first = tokens("decoder_start_token_id", start)
+    if not as_configured:
+        return Decoder(first, longest_source=_longest_source(model))
     if field("begin_suppress_tokens"):
         raise Refused("begin_suppress_tokens of the generation config is not supported; remove it, or use leapahead.hf")
     if isinstance(forced_bos := field("forced_bos_token_id"), list):
@@ -263,7 +285,7 @@ def _decoder(model: Any, vocab_size: int) -> Decoder:
     eos = field("eos_token_id")
     ends = [[token] for token in (eos if isinstance(eos, list) else [eos])]  # which bad words do not ban
     return Decoder(
-        tokens("decoder_start_token_id", start),
+        first,
         next(iter(tokens("forced_bos_token_id", forced_bos)), None),
         tokens("forced_eos_token_id", field("forced_eos_token_id")),
         (
