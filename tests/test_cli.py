@@ -393,7 +393,10 @@ def test_search_layers(leapahead: Any, tmp_path: Path) -> None:
         (["generate", "x", "-m", "name--of/model"], "error: there is no folder 'name--of/model'"),
         (["generate", "x", "-m", "~no-such-user/model"], "error: there is no folder '~no-such-user/model'"),
         (["generate", "x", "-m", "~no-such-user/a.gguf"], "error: there is no file '~no-such-user/a.gguf'"),
-        (["generate", "x", "-m", "~no-such-user/a", "--engine", "openvino"], "error: there is no folder '~no-such-user/a'"),
+        (
+            ["generate", "x", "-m", "~no-such-user/a", "--engine", "openvino"],
+            "error: there is no folder '~no-such-user/a'",
+        ),
         (["generate", "x", "--draft", "~no-such-user/a"], "error: there is no folder '~no-such-user/a'"),
         (["generate", "x", "-m", __file__], f"error: '{__file__}' is a file, but not a GGUF file; give "),
         (["generate", "word " * 600], "error: the prompt has"),

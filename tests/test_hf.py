@@ -907,7 +907,7 @@ def test_an_assistant_model_drafts(llama: Any) -> None:
     with pytest.raises(BadParameter, match="its own draft model"):  # it would keep itself alive
         run(llama, SINGLE, drafter="draft_model", assistant_model=llama)
     learning: dict[str, Any] = {"learn": 1, "learned": "folder"}
-    with pytest.raises(Refused, match="learned=.folder. is not supported by leapahead.hf: .* use leapahead.LLM"):
+    with pytest.raises(Refused, match=r"learned=.folder. is not supported by leapahead.hf: .* use leapahead.LLM"):
         run(llama, SINGLE, drafter="draft_model", **learning, **options)
 
 

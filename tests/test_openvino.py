@@ -38,8 +38,8 @@ from leapahead.models import huge_pages, loading
 from leapahead.models.base import Capture, read_prompt
 from leapahead.models.openvino import blocks, compiled, folder, paged
 from leapahead.models.openvino.blocks import Plane, Pool
-from leapahead.models.openvino.holding import Holding
 from leapahead.models.openvino.export import export
+from leapahead.models.openvino.holding import Holding
 from leapahead.models.openvino.model import OpenVinoTarget
 from leapahead.models.openvino.options import OpenVinoOptions
 from leapahead.models.openvino.paged import PagedModel
