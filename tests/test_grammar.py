@@ -297,9 +297,9 @@ def test_draft_models_go_on_with_what_the_grammar_allows(
     drafter: str, sampling: dict[str, Any], tokenizer: Any
 ) -> None:
     """Where it forbids the favourite, the next candidate is drafted, and is what guesses are compared with."""
-    target, draft = (kind(len(tokenizer) + PADDING, order=1, sharpness=4.0) for kind in (ToyTarget, Distracted))
+    draft = Distracted(len(tokenizer) + PADDING, order=1, sharpness=4.0)
     (draft.token,) = tokenizer.encode("@", add_special_tokens=False)
-    llm = LLM(target, tokenizer=tokenizer)
+    llm = LLM(ToyTarget(len(tokenizer) + PADDING, order=1, sharpness=4.0), tokenizer=tokenizer)
     options: dict[str, Any] = {"grammar": Grammar.regex("[a-z ]{60}"), "max_new_tokens": 40, **sampling}
     options["drafter_options"] = {"draft": draft, "nodes": 4, "chain": True}
     alone, found = (llm.generate("number", drafter=name, **options) for name in ("draft_model", drafter))

@@ -907,7 +907,7 @@ def test_an_assistant_model_drafts(llama: Any) -> None:
     with pytest.raises(BadParameter, match="its own draft model"):  # it would keep itself alive
         run(llama, SINGLE, drafter="draft_model", assistant_model=llama)
     learning: dict[str, Any] = {"learn": 1, "learned": "folder"}
-    with pytest.raises(Refused, match=r"learned=.folder. is not supported by leapahead.hf: .* use leapahead.LLM"):
+    with pytest.raises(Refused, match=r"learned=.folder. is not supported by leapahead\.hf: .* use leapahead\.LLM"):
         run(llama, SINGLE, drafter="draft_model", **learning, **options)
 
 
@@ -1096,15 +1096,19 @@ def test_forward_hooks_may_change() -> None:
     texts = []
 
     def check() -> None:
-        texts.append(theirs(model, SINGLE).tolist())
-        assert ours(model, SINGLE, "draft_model", **FIRST_LAYERS).tolist() == texts[-1]
+        texts.append(theirs(model, SINGLE, max_new_tokens=8).tolist())
+        assert ours(model, SINGLE, "draft_model", max_new_tokens=8, **FIRST_LAYERS).tolist() == texts[-1]
 
     check()
-    hook = model.model.layers[1].register_forward_hook(lambda module, args, output: output.roll(1, -1))
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output.roll(1, -1))
     check()
     hook.remove()
     check()
     assert texts[0] == texts[2] != texts[1]
+    hook = model.model.layers[1].register_forward_hook(lambda module, args, output: output.roll(1, -1))
+    assert ours(model, SINGLE, "lookahead").tolist() == theirs(model, SINGLE).tolist()
+    with pytest.raises(Refused, match=r"a layer of .* does more than add attention and MLP"):
+        ours(model, SINGLE, "draft_model", **FIRST_LAYERS)
 
 
 # ------------------------------------------------------------------------------------------------ errors and threads

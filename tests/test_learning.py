@@ -27,7 +27,7 @@ from leapahead import LLM  # noqa: E402
 from leapahead.core.errors import LeapaheadError  # noqa: E402
 from leapahead.core.stats import Stats  # noqa: E402
 from leapahead.drafters import learning  # noqa: E402
-from leapahead.drafters.learning import Buffer  # noqa: E402
+from leapahead.drafters.learning import Buffer, Rejections  # noqa: E402
 from leapahead.models import loading  # noqa: E402
 from leapahead.models.transformers import linears, pretrained  # noqa: E402
 from leapahead.models.transformers.online import OnlineTraining, Positions  # noqa: E402
@@ -104,6 +104,16 @@ def test_positions_are_those_where_all_drafts_were_rejected() -> None:
     # Every step but the last ends at such a position, or with its whole draft accepted.
     whole = result.stats.steps - 1 - len(example.places)
     assert 0 <= whole <= result.stats.accepted // 3
+
+
+def test_the_last_tokens_up_to_the_last_rejected_position_are_kept() -> None:
+    rejections = Rejections()
+    nothing = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
+    rejections._kept.extend((place, *nothing) for place in (10, 20, 50))
+    example = rejections.example(range(100, 160), longest=32)
+    assert example is not None
+    assert example.tokens.tolist() == list(range(119, 151))
+    assert example.places.tolist() == [1, 31]
 
 
 def test_the_loss_is_the_cross_entropy_at_the_rejected_positions() -> None:
@@ -303,8 +313,8 @@ def test_requests_of_several_threads_learn_together() -> None:
 
 
 def short_model() -> Any:
-    """A GPT-2 of random weights with room for 32 tokens, as a draft model."""
-    sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    """A GPT-2 of random weights with room for 16 tokens, as a draft model."""
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
@@ -312,8 +322,8 @@ def short_model() -> Any:
 
 def test_a_draft_model_learns_of_texts_longer_than_its_context() -> None:
     with chain_llm(draft=short_model(), learn=1) as llm:
-        plain = llm.generate(PROMPTS[0], max_new_tokens=64, drafter="plain")
-        result = llm.generate(PROMPTS[0], max_new_tokens=64)
+        plain = llm.generate(PROMPTS[0], max_new_tokens=32, drafter="plain")
+        result = llm.generate(PROMPTS[0], max_new_tokens=32)
         assert result.tokens == plain.tokens
         assert result.stats.drafter["learning"]["updates"] == 1
 
@@ -325,10 +335,10 @@ def test_a_draft_model_learns_within_inference_mode() -> None:
         llm = chain_llm(draft=draft, learn=1)
     with llm:
         before = weights_of(llm)
-        plain = llm.generate(PROMPTS[0], max_new_tokens=16, drafter="plain")
+        plain = llm.generate(PROMPTS[0], max_new_tokens=8, drafter="plain")
         for number, mode in enumerate((True, False, True)):
             with torch.inference_mode(mode):
-                result = llm.generate(PROMPTS[0], max_new_tokens=16)
+                result = llm.generate(PROMPTS[0], max_new_tokens=8)
             assert result.tokens == plain.tokens
             assert result.stats.drafter["learning"]["updates"] == number + 1
         assert not all(torch.equal(*pair) for pair in zip(before, weights_of(llm), strict=True))

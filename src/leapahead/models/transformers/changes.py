@@ -189,10 +189,11 @@ def hooks(attributes: Iterable[Mapping[str, Any]]) -> list[int]:
     Args:
         attributes: of each module.
     """
-    tables = (each.get(name) for each in attributes for name in ("_forward_pre_hooks", "_forward_hooks"))
     return [
         number
-        for table in filter(None, tables)
+        for each in attributes
+        for table in (each.get("_forward_pre_hooks"), each.get("_forward_hooks"))
+        if table
         for number, hook in table.items()
         if not str(getattr(hook, "__module__", "")).startswith("transformers.")
     ]
