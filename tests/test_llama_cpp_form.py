@@ -21,6 +21,7 @@ from leapahead.cli import main
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import TokenTree
 from leapahead.drafters import registry
+from leapahead.engine.turn import THREADS_LOST, Turn
 from leapahead.models import loading, memory
 from leapahead.models.base import read_prompt
 
@@ -86,6 +87,15 @@ def test_so_does_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form.c, "llama_supports_gpu_offload", lambda: True)
     assert loaded().info.kv_cache.endswith("one for each was measured on CPUs only")
     assert isinstance(loaded(n_gpu_layers=0), SeparateLlamaCppTarget)
+
+
+def test_a_forked_process_cannot_use_its_parents_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_gpu, layers, refused in ((True, None, True), (True, 0, False), (False, None, False)):
+        monkeypatch.setattr(form.c, "llama_supports_gpu_offload", lambda has_gpu=has_gpu: has_gpu)
+        target = loaded(**({} if layers is None else {"n_gpu_layers": layers}))
+        turn = Turn(target)
+        turn.forked()
+        assert (turn.changed.lost is THREADS_LOST) == refused
 
 
 def test_layers_for_a_gpu_that_llama_cpp_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,10 +72,16 @@ def load(
         target = LlamaCppTarget(model, options)
     else:
         target = SeparateLlamaCppTarget(model, replace(options, n_seq_max=options.n_seq_max or sequences))
+    target.has_threads = may_offload(options)
     if chosen:
         log.info("%s: %s", target.info.name, chosen)
         target.info = replace(target.info, kv_cache=chosen)
     return target, GgufTokenizer(model)
+
+
+def may_offload(options: LlamaCppOptions) -> bool:
+    """Whether layers may lie on a GPU."""
+    return options.n_gpu_layers != 0 and bool(c.llama_supports_gpu_offload())
 
 
 def against_separate(model: Model, options: LlamaCppOptions, sequences: int, branching: str) -> str:
@@ -88,7 +94,7 @@ def against_separate(model: Model, options: LlamaCppOptions, sequences: int, bra
         return f"the drafter {branching!r} drafts branches"
     if options.n_seq_max is not None:
         return f"n_seq_max={options.n_seq_max} sets the number of branches"
-    if options.n_gpu_layers != 0 and c.llama_supports_gpu_offload():
+    if may_offload(options):
         return "one for each was measured on CPUs only"
     if sequences > (most := min(MOST_SEQUENCES, options.n_ubatch, options.n_batch, context_size(model, options))):
         return f"llama.cpp computes at most {most} sequences with one each"

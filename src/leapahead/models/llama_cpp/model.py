@@ -47,6 +47,7 @@ class LlamaCppTarget:
     """
 
     chains_only = ""  # where drafts have no branches, as messages name it
+    has_threads = False  # on a GPU, which a forked process cannot use
 
     def __init__(self, model: Model, options: LlamaCppOptions | None = None, name: str | None = None) -> None:
         options = options or LlamaCppOptions()
