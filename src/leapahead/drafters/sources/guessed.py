@@ -210,7 +210,7 @@ class GuessedSource(DraftSource):
         """
         if (token := self._chosen.get(path)) is not None:
             return token
-        if (row := self._rows.get(path)) is None or not len(row[0]):
+        if (row := self._rows.get(path)) is None or not len(row.tokens):
             return None
         tokens, logp, _ = self._allowed(path, row)
         best = 0

@@ -6,7 +6,8 @@ once, so rows are kept until the padding has cost as much as the changes would:
 
     steps  =  (leaving + entering) / (T(rows) - T(plain))
 
-This is the rule of ski rental: it never costs more than twice what would have been best.
+This is the rule of ski rental, which costs at most twice what would have been best in hindsight. There is a limit to
+the number of padded steps beside it, see `HELD_ROWS`.
 """
 
 from __future__ import annotations
