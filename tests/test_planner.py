@@ -27,6 +27,8 @@ from leapahead.planner.sizing import Ahead, StepPlan, best_sizes
 from leapahead.planner.source import Candidate, Source
 from leapahead.planner.tree_search import TreeSearch, exclusive
 
+fixed = partial(LatencyProfile, fixed=True)
+
 # ------------------------------------------------------------------------------------------------------------- trees
 
 
@@ -141,7 +143,7 @@ def test_replayed_tokens_take_rows() -> None:
         return 1.0 if rows <= 3 else 9.0
 
     assert [best_sizes([search(CHANCES)], seconds, [], ahead=Ahead([ahead])) for ahead in (0, 2)] == [[3], [1]]
-    plan = StepPlan(3, False, FixedLatency(ToyTarget(), {1: 1.0}), DraftingTime(), replays=True, replay=(0, 2, 1))
+    plan = StepPlan(3, False, fixed({1: 1.0}), DraftingTime(), replays=True, replay=(0, 2, 1))
     assert plan.rows({0: 4}) == 4 + 3 + 2
     assert plan._replace(padded=True).rows({0: 4}) == 3 * 4
     assert plan.ahead([0]) == Ahead([0], 3 + 2, 3, True)
@@ -155,14 +157,14 @@ def test_each_branch_takes_as_many_rows_as_the_longest() -> None:
 
     assert best_sizes([search(CHANCES)], seconds, range(1, 20)) == [4]
     assert best_sizes([search(CHANCES)], seconds, range(1, 20), ahead=Ahead([0], branches=True)) == [2]
-    plan = StepPlan(1, True, FixedLatency(ToyTarget(), {1: 1.0}), DraftingTime(), replay=(2,), branches=True)
+    plan = StepPlan(1, True, fixed({1: 1.0}), DraftingTime(), replay=(2,), branches=True)
     tree = TokenTree.from_paths(1, [[2, 3, 4], [5]])
     assert plan.rows({0: 5}, [tree]) == 2 * (2 + 4)
 
 
 def test_the_first_drafted_step_after_a_plain_one_pays_for_the_change() -> None:
-    latency = FixedLatency(ToyTarget(), {1: 1.0, 2: 1.3, 3: 9.0})
-    plans = [StepPlan(1, False, latency, DraftingTime(), resizing, replay=(0,)) for resizing in (0.0, 0.4)]
+    profile = fixed({1: 1.0, 2: 1.3, 3: 9.0})
+    plans = [StepPlan(1, False, profile, DraftingTime(), resizing, replay=(0,)) for resizing in (0.0, 0.4)]
     assert [sizes_that_pay({0: search(CHANCES)}, plan, 0.0) for plan in plans] == [{0: 2}, {0: 1}]
 
 
@@ -195,9 +197,8 @@ def test_candidates_that_leave_room_for_others_keep_their_estimates() -> None:
 
 
 def test_the_gain_of_drafts_is_counted_in_plain_steps() -> None:
-    latency = FixedLatency(ToyTarget(), {1: 1.0, 2: 1.25, 3: 1.5})
     drafting = DraftingTime()
-    plan = StepPlan(1, False, latency, drafting, replay=(0,))
+    plan = StepPlan(1, False, fixed({1: 1.0, 2: 1.25, 3: 1.5}), drafting, replay=(0,))
     one = search(CHANCES)
     one.take_all(2)  # P: 0.6 and 0.3
     tree = one.proposal().tree
@@ -205,26 +206,24 @@ def test_the_gain_of_drafts_is_counted_in_plain_steps() -> None:
     assert plan.gain({0: one}, {0: 2}, [tree], 0.0) == pytest.approx(1.6 - 1.25 - drafting(1))
     assert plan.gain({0: one}, {0: 2}, [tree], 0.1) == pytest.approx(1.5 - 1.25 - drafting(1))
     assert plan.gain({0: one}, {0: 2}, [tree], 0.34) == 0.0  # too little to count
-    pair = StepPlan(2, False, FixedLatency(ToyTarget(), {1: 1.0, 2: 1.2, 3: 1.2}), drafting, replay=(0, 0))
+    pair = StepPlan(2, False, fixed({1: 1.0, 2: 1.2, 3: 1.2}), drafting, replay=(0, 0))
     assert pair.gain({0: one}, {0: 2}, [tree], 0.0) == pytest.approx(2.6 / 2 - (1.2 + drafting(1)) / 1.2)
 
 
 def test_back_offs_grow_with_the_steps_in_which_no_draft_was_near_to_paying() -> None:
-    latency = FixedLatency(ToyTarget(), {1: 1.0, 2: 1.7})
-    plan = StepPlan(1, False, latency, DraftingTime(), replay=(0,))
+    plan = StepPlan(1, False, fixed({1: 1.0, 2: 1.7}), DraftingTime(), replay=(0,))
     assert [plan.longest_back_off(0.02, vain) for vain in (0, 31, 160, 9999)] == [2, 2, 10, 32]
     near, far = search(CHANCES), search({**CHANCES, (0, 0): 0.34, (1, 0): 0.1})
     assert [plan.is_near(some) for some in ([near], [far], [far, near])] == [True, False, True]
     near.take_all(2)
     assert plan.is_near([near])
-    latency.fixed = LatencyProfile({1: 1.0, 8: 1.2}, fixed=True, bucket=8)  # a later start costs more there
+    plan = plan._replace(profile=fixed({1: 1.0, 8: 1.2}, bucket=8))  # a later start costs more there
     assert plan.longest_back_off(0.1, 9999) == 5
 
 
 def test_whether_a_draft_could_pay_if_it_were_right() -> None:
     def can_pay(seconds: dict[int, float], spent: float = 0.0, sequences: int = 1, padded: bool = False) -> bool:
-        latency = FixedLatency(ToyTarget(), seconds)
-        return StepPlan(sequences, padded, latency, DraftingTime(), replay=(0,) * sequences).can_pay(spent)
+        return StepPlan(sequences, padded, fixed(seconds), DraftingTime(), replay=(0,) * sequences).can_pay(spent)
 
     assert can_pay({1: 1.0, 2: 1.9})
     assert not can_pay({1: 1.0, 2: 2.1, 3: 3.2})

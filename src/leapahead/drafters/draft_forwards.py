@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
@@ -144,13 +144,16 @@ class StepForwards:
         forwards: of the drafter.
         plan: of the step.
         sources: of all sequences that draft.
+        clock: gives the time in seconds.
 
     Attributes:
         seconds: that they have taken, reading of prompts included.
     """
 
-    def __init__(self, forwards: DraftForwards, plan: StepPlan, sources: Iterable[Source]) -> None:
-        self.forwards, self.plan = forwards, plan
+    def __init__(
+        self, forwards: DraftForwards, plan: StepPlan, sources: Iterable[Source], clock: Callable[[], float]
+    ) -> None:
+        self.forwards, self.plan, self._clock = forwards, plan, clock
         self.seconds = 0.0
         drafts = [source for source in sources if isinstance(source, ForwardSource)]
         self._runs: Counter[ForwardModel] = Counter()
@@ -224,7 +227,7 @@ class StepForwards:
         if not usable:
             return 0.0, []
         plan = self.plan
-        curve, own = plan.latency.profile(plan.sequences), model.latency.profile(plan.sequences)
+        curve, own = plan.profile, model.latency.profile(plan.sequences)
         missing, opening, probing = 0, 0.0, False
         for search, _, source in usable:
             if source.opened:
@@ -288,7 +291,7 @@ class StepForwards:
             paths.setdefault(place.source, []).append(place.path)
         self._read_ahead([source for source in paths if not source.opened])
         ready = [(source, some) for source, some in paths.items() if source.opened and not source.reading]
-        began = self.plan.latency.clock()
+        began = self._clock()
         model = chosen[0].source.model
         forward = type(chosen[0].source).draft(ready) if ready else None
         is_faster = False  # than it was: only several forwards in a row show that, so it is tried again
@@ -298,15 +301,15 @@ class StepForwards:
             model.latency.observe(forward)
         self._runs[model] += 1
         self.forwards.steps_without[model] *= is_faster
-        self.seconds += self.plan.latency.clock() - began
+        self.seconds += self._clock() - began
         return forward is not None
 
     def _read_ahead(self, sources: Sequence[ForwardSource]) -> None:
         """Reads one chunk of each text for its draft model."""
-        began = self.plan.latency.clock()
+        began = self._clock()
         for source in sources:
             source.read_ahead()
-        self.seconds += self.plan.latency.clock() - began if sources else 0.0
+        self.seconds += self._clock() - began if sources else 0.0
 
 
 def _in_a_row(right: Sequence[float], depths: int) -> tuple[float, ...]:

@@ -229,20 +229,11 @@ class Planned(Drafter):
         if not self._reads_time:
             searches = self._searches(active, budgets)
             return self._probed(proposals(sequences, searches, take_all(searches, self.nodes)), active, budgets)
-        plan = StepPlan(
-            total,
-            self.host.info.padded,
-            self.host.latency,
-            self._drafting_time,
-            self.host.latency.profile(total).resizing(self.host.latency.recent(total)),
-            self.host.info.replays,
-            [sequence.replay for sequence in sequences],
-            self._has_branches(total),
-        )
+        plan = self._plan(sequences, total)
         forwards = None
         if self.draft_forwards is not None:
             sources = [source for drafting in active.values() for source in drafting.sources]
-            forwards = StepForwards(self.draft_forwards, plan, sources)
+            forwards = StepForwards(self.draft_forwards, plan, sources, self.host.latency.clock)
         while True:
             searches = self._searches(active, budgets)
             if guard.suspended:  # the sources are asked all the same, and compared with what the target chooses
@@ -252,7 +243,7 @@ class Planned(Drafter):
             if forwards is None or not forwards.more(searches, kept):
                 break
         forwarding = forwards.seconds if forwards else 0.0
-        if plan.latency.profile(total).changes_cost and not self.nodes:
+        if plan.profile.changes_cost and not self.nodes:
             self._observe_gain(searches, kept, plan, forwarding)
         found = proposals(sequences, searches, kept)
         gain = 0.0 if self.nodes else plan.gain(searches, kept, [each.tree for each in found], forwarding)
@@ -268,10 +259,25 @@ class Planned(Drafter):
             forwards.settle(searches, {index: len(found[index].tree) > 1 for index in active})
         spent = self.host.latency.clock() - began + self._observing - forwarding
         self._observing = 0.0
-        self._spent = spent + forwarding + self._resized(plan)
+        self._spent = spent + forwarding + plan.resized
         self._drafted = sum(len(each.tree) - 1 for each in found)
         self._drafting_time.observe(spent, sum(kept.values()) - len(kept))
         return found
+
+    def _plan(self, sequences: Sequence[SequenceView], total: int) -> StepPlan:
+        latency, info = self.host.latency, self.host.info
+        profile, recent = latency.profile(total), latency.recent(total)
+        return StepPlan(
+            total,
+            info.padded,
+            profile,
+            self._drafting_time,
+            profile.resizing(recent),
+            info.replays,
+            [sequence.replay for sequence in sequences],
+            self._has_branches(total),
+            recent,
+        )
 
     def _probed(
         self,
@@ -305,13 +311,6 @@ class Planned(Drafter):
             if self._asks(each, budget)
         }
 
-    def _resized(self, plan: StepPlan) -> float:
-        """Seconds that a drafted step makes the next plain one longer; each of several in a row is charged once."""
-        profile, last = plan.latency.profile(plan.sequences), plan.latency.recent(plan.sequences).last
-        if not profile.changes_cost:
-            return plan.resizing
-        return 0.0 if last is not None and last > plan.sequences else profile.leaving
-
     def _observe_gain(
         self, searches: Mapping[int, TreeSearch], kept: Mapping[int, int], plan: StepPlan, spent: float
     ) -> None:
@@ -322,7 +321,7 @@ class Planned(Drafter):
         Args:
             spent: seconds that draft forwards have taken in this step.
         """
-        profile, bucket = plan.latency.profile(plan.sequences), self.host.info.bucket
+        profile, bucket = plan.profile, self.host.info.bucket
         if not any(size > 1 for size in kept.values()):
             room = max((bucket - plan.sequences % bucket) // len(searches), 1)
             kept = {index: min(search.take_all(room), room + 1) for index, search in searches.items()}
@@ -348,8 +347,9 @@ class Planned(Drafter):
             gain, spent: see `StepPlan.gain`.
         """
         drafting = sum(size > 1 for size in kept.values()) or 1
-        cost = (self._drafting_time(0) + spent) / plan.latency.profile(plan.sequences)(plan.sequences) / len(active)
-        usual, longest = (plan.longest_back_off(self._drafting_time(0), vain) for vain in (0, self._vain))
+        seconds = self._drafting_time(0)
+        cost = (seconds + spent) / plan.profile(plan.sequences) / len(active)
+        usual, longest = (plan.longest_back_off(seconds, vain) for vain in (0, self._vain))
         can_pay = gain > 0 or plan.can_pay(spent)
         for index, each in active.items():
             each.back_off.usual, each.can_pay = usual, can_pay

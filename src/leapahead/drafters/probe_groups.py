@@ -172,7 +172,7 @@ def _paying(places: Sequence[Place], proposals: Sequence[Proposal], plan: StepPl
 
     Rows of a latency profile may come in steps, so the search goes on where a single group does not pay.
     """
-    curve = plan.latency.profile(plan.sequences)
+    curve = plan.profile
     sizes = [len(proposal.tree) + ahead for proposal, ahead in zip(proposals, plan.replay, strict=True)]
     others = plan.sequences - len(sizes)
 

@@ -205,12 +205,12 @@ def sizes_that_pay(searches: Mapping[int, TreeSearch], plan: StepPlan, spent: fl
         plan: of the step.
         spent: seconds that draft forwards have taken in this step.
     """
-    profile, drafting, ahead = plan.latency.profile(plan.sequences), plan.drafting, plan.ahead(searches)
+    profile, drafting, ahead = plan.profile, plan.drafting, plan.ahead(searches)
     compiled = _compiled(searches)
     if compiled and not profile.fixed:
         found = native.module.best_sizes(
             compiled,
-            profile.plans(plan.latency.recent(plan.sequences)),
+            profile.plans(plan.recent),
             profile.sizes,
             ahead.replay,
             plan.sequences,

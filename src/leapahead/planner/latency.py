@@ -122,7 +122,8 @@ class LatencyProfile:
 
     def __call__(self, rows: int) -> float:
         """Seconds that a forward over so many rows, and their padding, is expected to take now."""
-        return exp(self._level) * self._relative(self._padded(rows))
+        plain = exp(self._level)
+        return plain if rows <= self._first else plain * self._relative(self._padded(rows))
 
     def _padded(self, rows: int) -> int:
         """The rows of a forward over so many, padding included."""
@@ -229,14 +230,14 @@ class LatencyProfile:
     def _make_plans(self) -> list[float]:
         """`planned` of all rows of the trusted region."""
         plain, sizes, seen = exp(self._level), self._sizes, self.largest
-        while len(self._shapes) <= self.trusted:
-            self._shapes.append(self._shape(len(self._shapes)))
+        trusted = self.trusted
+        self._shapes += [self._shape(n) for n in range(len(self._shapes), trusted + 1)]
         shapes, found = self._shapes, [plain] * (self._first + 1)
         factors = [plain * self._hopeful(size) for size in sizes]
         for (low, factor), (high, then) in pairwise(zip(sizes, factors, strict=True)):
             start, slope = low.rows, (then - factor) / (high.rows - low.rows)
             found += [shapes[n] * (factor + slope * (n - start)) for n in range(start + 1, high.rows + 1)]
-        found += [shape * factors[-1] for shape in shapes[len(found) : self.trusted + 1]]
+        found += [shape * factors[-1] for shape in shapes[len(found) : trusted + 1]]
         hope, slope = found[seen] / self._line(seen), (found[seen] - plain) / max(seen - self._first, 1)
         slope = max(slope, LEAST_SLOPE * plain) if seen > self._first else inf
         for n in range(seen + 1, len(found)):

@@ -138,7 +138,7 @@ class LatencyProfiles:
         correct it. Nothing is measured here: without `prepare`, and with nothing stored, it is a guess.
         """
         with self._lock:
-            if (found := self.known(sequences)) is not None:
+            if (found := self._known(sequences)) is not None:
                 return found
             if (found := self.store.read(sequences, *self._padding)) is not None:
                 self._profiles[sequences, 0] = found
@@ -146,16 +146,20 @@ class LatencyProfiles:
                 one = self.profile(1) if sequences > 1 else None
                 found = LatencyProfile.guessed(*self._padding) if one is None else _derived(one, sequences)
                 self._profiles[sequences, self._length] = found
-            return self.known(sequences) or found
+            return self._known(sequences) or found
 
     def known(self, sequences: int) -> LatencyProfile | None:
         """The profile of so many sequences, if one is in use already, whatever the length of the texts."""
         with self._lock:
-            self._see()
-            key = sequences, self._length
-            if key not in self._profiles and (nearest := self._nearest(sequences)) is not None:
-                self._profiles[key] = _again(nearest)
-            return self._profiles.get(key)
+            return self._known(sequences)
+
+    def _known(self, sequences: int) -> LatencyProfile | None:
+        """See `known`; the lock is held."""
+        self._see()
+        key = sequences, self._length
+        if (found := self._profiles.get(key)) is None and (nearest := self._nearest(sequences)) is not None:
+            found = self._profiles[key] = _again(nearest)
+        return found
 
     def _nearest(self, sequences: int) -> LatencyProfile | None:
         """The profile in use of so many sequences with texts of the length that is nearest to the present one."""

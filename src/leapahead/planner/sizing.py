@@ -19,7 +19,9 @@ from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
 from leapahead.core.tree import TokenTree
-from leapahead.planner.profile import DraftingTime, LatencyProfiles
+from leapahead.planner.latency import LatencyProfile
+from leapahead.planner.profile import DraftingTime
+from leapahead.planner.recent import NO_FORWARD, Recent
 from leapahead.planner.tree_search import TreeSearch
 
 LONGEST_BACK_OFF = 32  # steps
@@ -41,26 +43,35 @@ class StepPlan(NamedTuple):
     Attributes:
         sequences: of the joint forward, whether they draft or not.
         padded: whether all of them take as many rows as the longest.
-        latency: of the target.
+        profile: of the target's forwards over so many sequences.
         drafting: the time that a step takes outside its forward.
         resizing: see `LatencyProfile.resizing`.
         replays: whether the target replays the committed tokens of drafts that are not accepted whole.
         replay: tokens that are replayed in this step, of each sequence that is known.
         branches: whether trees may have branches, and every path of one takes as many rows as the longest.
+        recent: what the target is prepared for.
     """
 
     sequences: int
     padded: bool
-    latency: LatencyProfiles
+    profile: LatencyProfile
     drafting: DraftingTime
     resizing: float = 0.0
     replays: bool = False
     replay: Sequence[int] = ()
     branches: bool = False
+    recent: Recent = NO_FORWARD
 
     def seconds(self, rows: int) -> float:
         """See `LatencyProfile.planned`."""
-        return self.latency.profile(self.sequences).planned(rows, self.latency.recent(self.sequences))
+        return self.profile.planned(rows, self.recent)
+
+    @property
+    def resized(self) -> float:
+        """Seconds that a drafted step makes the next plain one longer; each of several in a row is charged once."""
+        if not self.profile.changes_cost:
+            return self.resizing
+        return 0.0 if self.recent.last is not None and self.recent.last > self.sequences else self.profile.leaving
 
     def rows(self, kept: Mapping[int, int], trees: Sequence[TokenTree] = ()) -> int:
         """Rows of the forward if so many nodes of each tree are kept, roots counted.
@@ -102,7 +113,7 @@ class StepPlan(NamedTuple):
         """
         if not (drafted := sum(kept.values()) - len(kept)):
             return 0.0
-        profile, sequences = self.latency.profile(self.sequences), self.sequences
+        profile, sequences = self.profile, self.sequences
         tokens = sequences - len(kept) + sum(sum(searches[index].expected[:size]) for index, size in kept.items())
         seconds = self.seconds(self.rows(kept, trees)) + self.resizing + self.drafting(drafted) + spent
         worth, cost = tokens / sequences, seconds / profile(sequences)
@@ -116,8 +127,7 @@ class StepPlan(NamedTuple):
         Args:
             searches: of which the likeliest nodes were asked for.
         """
-        profile = self.latency.profile(self.sequences)
-        plain = profile(self.sequences)
+        profile, plain = self.profile, self.profile(self.sequences)
         cost = (profile(self.sequences + 1) - plain) * self.sequences / plain  # in tokens
         return any((each.expected[1] if len(each) > 1 else each.next) >= FAR * cost for each in searches)
 
@@ -127,12 +137,14 @@ class StepPlan(NamedTuple):
         Args:
             spent: see `gain`.
         """
-        profile, sequences = self.latency.profile(self.sequences), self.sequences
-        return any(
-            1 + nodes / sequences
-            > WORTH * (profile(self.rows({0: 1 + nodes})) + self.drafting(nodes) + spent) / profile(sequences)
-            for nodes in CHAINS
-        )
+        profile, sequences, plain = self.profile, self.sequences, self.profile(self.sequences)
+        alone = self.rows({})
+        for nodes in CHAINS:
+            rows = self.rows({0: 1 + nodes}) if self.padded else alone + nodes
+            seconds = profile(rows) + self.drafting(nodes) + spent
+            if 1 + nodes / sequences > WORTH * seconds / plain:
+                return True
+        return False
 
     def longest_back_off(self, seconds: float, vain: int = 0) -> int:
         """The longest back-off, in steps, of a draft that takes so many seconds.
@@ -141,11 +153,10 @@ class StepPlan(NamedTuple):
             seconds: that drafting takes.
             vain: steps since a draft was near to paying.
         """
-        profile = self.latency.profile(self.sequences)
-        if profile.changes_cost:
-            return min(LONGEST_BACK_OFF, int(seconds / profile(self.sequences) / COST_SHARE_BUCKETS))
-        steps = max(int(seconds / profile(self.sequences) / COST_SHARE), vain // VAIN_PART)
-        return min(LONGEST_BACK_OFF, steps)
+        steps = seconds / self.profile(self.sequences)
+        if self.profile.changes_cost:
+            return min(LONGEST_BACK_OFF, int(steps / COST_SHARE_BUCKETS))
+        return min(LONGEST_BACK_OFF, max(int(steps / COST_SHARE), vain // VAIN_PART))
 
 
 class Ahead(NamedTuple):

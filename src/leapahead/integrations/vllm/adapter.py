@@ -177,7 +177,7 @@ class Adapter:
         """
         lengths: list[int] = batch.lengths[: self._requests].tolist()
         longest = max(map(len, batch.new), default=0)
-        endings = sequences.endings(batch.texts, batch.lengths[: self._requests], longest)
+        endings = sequences.endings(batch.texts, lengths, longest)
         active: list[int] = []
         known: list[tuple[int, sequences.Sequence]] = []
         irregular = self._ended is None
