@@ -6,6 +6,7 @@ editable installation gets the module beside the Python files.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,9 @@ class NativeModule(BuildHookInterface[Any]):
 
     def dependencies(self) -> list[str]:
         """What an isolated build needs beside `build-system.requires`."""
-        return [] if shutil.which("cmake") else ["cmake>=3.18", "ninja"]
+        if shutil.which("cmake"):
+            return []
+        return ["cmake>=3.18"] if os.name == "nt" else ["cmake>=3.18", "ninja"]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         self._folder = TemporaryDirectory()
@@ -55,7 +58,9 @@ class NativeModule(BuildHookInterface[Any]):
         """
         import nanobind
 
-        ninja = ["-G", "Ninja"] if shutil.which("ninja") else []
+        # Under Windows, CMake finds an installed Visual C++ by itself, but not for Ninja, unless its prompt is open.
+        has_compiler = os.name != "nt" or shutil.which("cl") or "CXX" in os.environ
+        ninja = ["-G", "Ninja"] if shutil.which("ninja") and has_compiler else []
         settings = {
             "CMAKE_BUILD_TYPE": "Release",
             "Python_EXECUTABLE": sys.executable,

@@ -27,6 +27,7 @@ from leapahead.api import LLM
 from leapahead.bench import tasks
 from leapahead.cli.command import Command
 from leapahead.core.errors import BadParameter
+from leapahead.core.processor import physical_cores
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import TokenTree, TreeBuilder
@@ -34,7 +35,6 @@ from leapahead.drafters.plain import Plain
 from leapahead.engine.request import Request
 from leapahead.engine.scheduler import Engine
 from leapahead.models.base import read_prompt
-from leapahead.models.llama_cpp.context import physical_cores
 from leapahead.models.llama_cpp.model import LlamaCppTarget, load
 from leapahead.models.llama_cpp.options import LlamaCppOptions
 from leapahead.planner.profile import processor

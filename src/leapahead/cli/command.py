@@ -248,7 +248,8 @@ class Program(Group):
     def main(self, *args: Any, **extra: Any) -> Any:
         _prepare_streams()
         try:
-            return super().main(*args, **extra)
+            # click would take $NAME, %%, and wildcards in prompts for variables and files, under Windows alone.
+            return super().main(*args, **{"windows_expand_args": False, **extra})
         except Exception:  # a bug; Python's exit code for it would be 1, which means that texts differ
             with suppress(OSError):
                 traceback.print_exc()
@@ -292,6 +293,8 @@ def _prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal cannot show becomes "?"
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty() and "PYTHONIOENCODING" not in os.environ:
+        sys.stdout.reconfigure(encoding="utf-8")  # as texts are read; under Windows it would be that of its language
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # invalid bytes are refused by `text_of`
 
@@ -318,6 +321,9 @@ def _outcome() -> Iterator[None]:
         _silence(sys.stdout)
         raise Exit(PIPE_CLOSED) from None
     except OSError as error:
+        if os.name == "nt" and error.errno == errno.EINVAL and error.filename is None:  # a closed pipe, there
+            _silence(sys.stdout)
+            raise Exit(PIPE_CLOSED) from None
         if error.filename is not None:
             raise Failure(f"{error.filename}: {error.strerror}") from None
         if error.errno not in UNWRITABLE:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import socket
 from functools import partial
 from time import monotonic
@@ -25,6 +26,9 @@ from leapahead.serve.settings import Limits
 from leapahead.serve.worker import Worker
 
 LAST_SECONDS = 2  # that cancelled requests have for their last words
+# Under Windows, SO_REUSEADDR lets a second program listen at the same port.
+EXCLUSIVE = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
+TAKEN = (errno.EADDRINUSE,) if os.name == "posix" else (errno.EADDRINUSE, errno.EACCES)
 MOST_HEADERS = 64 * 1024  # bytes of a request's headers, and of its URL, together
 
 
@@ -223,13 +227,13 @@ def bound(host: str, port: int) -> socket.socket:
         )[0]
         found = socket.socket(family, kind, protocol)
         try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.setsockopt(socket.SOL_SOCKET, EXCLUSIVE, 1)
             found.bind(address)
         except OSError:
             found.close()
             raise
     except (OSError, OverflowError, UnicodeError) as error:
-        if getattr(error, "errno", None) == errno.EADDRINUSE:
+        if getattr(error, "errno", None) in TAKEN:
             raise _in_use(host, port) from None
         reason = getattr(error, "strerror", None) or str(error)
         raise BadParameter(f"host={host!r} and port={port} are not possible: {reason}; choose others") from None
@@ -255,7 +259,7 @@ def run(app: Any, worker: Worker, limits: Limits, listening: socket.socket) -> N
     try:
         listening.listen()
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
+        if error.errno not in TAKEN:
             raise
         raise _in_use(*listening.getsockname()[:2]) from None
     logs.event("listening", url=address(listening))

@@ -286,5 +286,6 @@ def autocast(device: torch.device) -> Any:
     if device.type == "cuda":
         has = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        has = device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        has_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
+        has = has_onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return torch.autocast(device.type, torch.bfloat16) if has else nullcontext()

@@ -206,7 +206,8 @@ class Runs(Contender):
     def __init__(self, name: str, program: Program, target: LlamaCppTarget, threads: int | None) -> None:
         import llama_cpp as c
 
-        from leapahead.models.llama_cpp.context import STEPS, physical_cores
+        from leapahead.core.processor import physical_cores
+        from leapahead.models.llama_cpp.context import STEPS
         from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
 
         self.name, self._program, self._target = name, program, target

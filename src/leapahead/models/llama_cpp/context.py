@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import weakref
 from collections.abc import Sequence
 from itertools import accumulate, chain
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
+from leapahead.core.processor import physical_cores
 from leapahead.models.llama_cpp import log
 from leapahead.models.llama_cpp.borrowed import borrowed
 from leapahead.models.llama_cpp.file import check_file, has_tensor
@@ -388,13 +388,3 @@ def _context_params(model: Model, options: LlamaCppOptions, types: tuple[str, st
 def build() -> str:
     """The installed llama.cpp: its version, the processor's instructions that it uses, and which kernels it has."""
     return f"{c.__version__} {c.llama_print_system_info().decode(errors='replace').strip(' |')}"
-
-
-def physical_cores() -> int:
-    """The number of physical cores: a second thread on the same core slows matrix products down."""
-    allowed = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else range(os.cpu_count() or 1)
-    siblings = set()
-    for cpu in allowed:
-        file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        siblings.add(file.read_text() if file.is_file() else str(cpu))
-    return max(1, len(siblings))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,7 +116,11 @@ def _link(file: Path, link: Path) -> None:
     try:
         link.symlink_to(file)
     except OSError:  # on Windows, without the right to make symbolic links
-        os.link(file, link)
+        try:
+            os.link(file, link)
+        except OSError:  # on another drive
+            store.check_space(link.parent, int((1 + MORE) * file.stat().st_size))
+            shutil.copyfile(file, link)
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
