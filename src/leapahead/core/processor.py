@@ -29,11 +29,9 @@ def physical_cores() -> int:
     Under Linux, of those cores that this process may use. Where the system does not tell, half of the logical
     processors, if there are more than `FEW`.
     """
-    logical = os.cpu_count() or 1
+    logical, count = os.cpu_count() or 1, COUNTS.get(sys.platform)
     try:
-        if sys.platform == "linux":
-            return _linux_cores()
-        told = _windows_cores() if sys.platform == "win32" else _mac_cores() if sys.platform == "darwin" else 0
+        told = count() if count else 0
     except (OSError, ValueError, AttributeError, subprocess.SubprocessError):
         told = 0
     return told or (logical if logical <= FEW else logical // 2)
@@ -57,7 +55,7 @@ def _mac_cores() -> int:
 
 def _windows_cores() -> int:
     """Counts the records of GetLogicalProcessorInformationEx: the kind and the size in bytes, of 32 bits, and more."""
-    call = ctypes.windll.kernel32.GetLogicalProcessorInformationEx  # type: ignore[attr-defined]
+    call = ctypes.windll.kernel32.GetLogicalProcessorInformationEx  # type: ignore[attr-defined, unused-ignore]
     size = ctypes.c_uint32(0)
     call(CORES, None, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
@@ -68,3 +66,6 @@ def _windows_cores() -> int:
         place += max(int.from_bytes(records[place + 4 : place + 8], "little"), 8)
         found += 1
     return found
+
+
+COUNTS = {"linux": _linux_cores, "darwin": _mac_cores, "win32": _windows_cores}
