@@ -720,6 +720,19 @@ def test_the_texts_of_an_awaited_call_are_made_beside_the_event_loop(monkeypatch
     assert get_ident() not in threads
 
 
+def test_an_awaited_call_whose_processor_has_no_next_item_ends_with_an_error() -> None:
+    """A future of asyncio takes no StopIteration, and would stay pending."""
+
+    async def main() -> None:
+        async with AsyncLLM(ToyTarget(), drafter="plain") as llm:
+            call = llm.generate([1], logits_processors=[lambda prefixes, logits: next(iter(()))])
+            with pytest.raises(RuntimeError, match="StopIteration") as caught:
+                await asyncio.wait_for(call, 5)
+            assert isinstance(caught.value.__cause__, StopIteration)
+
+    asyncio.run(main())
+
+
 def test_a_closed_llm_ends_its_texts_with_an_error() -> None:
     llm = LLM(ToyTarget())
     stream = llm.stream(prompt(0))

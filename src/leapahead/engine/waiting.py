@@ -17,10 +17,21 @@ T = TypeVar("T")
 
 
 async def in_thread(function: Callable[..., T], *args: Any) -> T:
-    """Runs the function in a thread, so that the event loop goes on meanwhile."""
+    """Runs the function in a thread, so that the event loop goes on meanwhile.
+
+    Raises:
+        RuntimeError: the function raised StopIteration, which a future of asyncio does not take, so that it would stay
+            pending. A generator raises the same.
+    """
     import asyncio
 
-    return await asyncio.to_thread(function, *args)
+    def run() -> T:
+        try:
+            return function(*args)
+        except StopIteration as error:
+            raise RuntimeError("StopIteration was raised and not caught; give next(...) a default") from error
+
+    return await asyncio.to_thread(run)
 
 
 def wake_up() -> tuple[asyncio.Event, Callable[[], None]]:
