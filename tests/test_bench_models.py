@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from leapahead import BadParameter
+from leapahead import LLM, BadParameter
 from leapahead.bench import cell, record, report, tasks
 from leapahead.bench import run as runner
 from leapahead.bench.contender import Configuration, Contender, Pass, Setting, Text
@@ -217,10 +217,12 @@ def test_the_contenders_of_all_sides_take_turns_and_are_compared_with_their_own_
     def never(*what: Any) -> bool:
         raise AssertionError("nothing differs")
 
+    setting = Setting(max_new_tokens=10)
     sides = [
-        cell.Side([Counted("plain", 1.0, log, form), Counted("fast", 0.5 / form, log, form)], never) for form in (1, 2)
+        cell.Side([Counted("plain", 1.0, log, form), Counted("fast", 0.5 / form, log, form)], never, setting)
+        for form in (1, 2)
     ]
-    first, second = cell.measure_sides(sides, [[1], [2], [3]], Setting(max_new_tokens=10), rounds=4, seed=0)
+    first, second = cell.measure_sides(sides, [[1], [2], [3]], rounds=4, seed=0)
     assert [row["speedup"]["median"] for row in (*first, *second)] == [1.0, 2.0, 1.0, 4.0]
     assert sum(row["mismatches"] for row in (*first, *second)) == 0  # though the forms' texts differ
     turns = [tuple(log[at : at + 4]) for at in range(0, len(log), 4)]
@@ -361,6 +363,21 @@ def test_models_that_are_measured_together_take_turns_and_each_has_its_peers(tmp
     assert kept.conditions["together"]
     with pytest.raises(BadParameter, match="together"):
         record.Record.open(tmp_path, replace(plan, together=False).conditions("later"), resume=True)
+
+
+def test_models_that_are_measured_together_end_their_texts_at_their_own_end_tokens(tmp_path: Path) -> None:
+    """As a base model and one that follows instructions do, whose tokens are the same."""
+    target = ToyTarget()
+    text = LLM(target, drafter="plain").generate(Letters().encode("abc"), max_new_tokens=4).tokens
+    ends = {"base": (), "instruct": (text[1],)}
+    for names in (list(ends), list(ends)[::-1]):
+        kept = record.Record.open(tmp_path / names[0], {}, resume=False)
+        plan = together([Model(path=name) for name in names])
+        runner.run(plan, kept, load=lambda model, plan: Loaded(target, Letters(), ends[str(model.path)]))
+        assert {row["target"]: row["samples"]["tokens"] for row in kept.rows} == {
+            "base": [[4, 4]],
+            "instruct": [[2, 4]],
+        }
 
 
 def test_models_that_read_other_tokens_are_not_measured_together(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ class Side:
     Attributes:
         contenders: plain decoding first, with which the others are compared.
         judge: whether a difference from plain decoding's text is a numeric tie.
+        setting: of the cell, with the end tokens of this target.
         tokenizer: for contenders that give only text.
         expected: prompt -> plain decoding's tokens, decoded alone, where they are known of another batch size; those
             that are missing are added.
@@ -47,6 +48,7 @@ class Side:
 
     contenders: Sequence[Contender]
     judge: Judge
+    setting: Setting
     tokenizer: Tokenizer | None = None
     expected: dict[int, list[int]] = field(default_factory=dict)
 
@@ -71,15 +73,14 @@ def measure_cell(
     expected: dict[int, list[int]] | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each contender of one target, see `measure_sides`."""
-    side = Side(contenders, judge, tokenizer, {} if expected is None else expected)
-    (rows,) = measure_sides([side], prompts, setting, rounds=rounds, seed=seed, progress=progress)
+    side = Side(contenders, judge, setting, tokenizer, {} if expected is None else expected)
+    (rows,) = measure_sides([side], prompts, rounds=rounds, seed=seed, progress=progress)
     return rows
 
 
 def measure_sides(
     sides: Sequence[Side],
     prompts: Sequence[list[int]],
-    setting: Setting,
     *,
     rounds: int,
     seed: int,
@@ -90,16 +91,15 @@ def measure_sides(
     Args:
         sides: of one target each; several are forms of one model, which read the same prompts.
         prompts: token ids of each.
-        setting: of the cell.
         rounds: measured rounds, after the warm-up.
         seed: of the order.
         progress: called with a contender's name after each of its passes; there are `passes` of each.
     """
-    turns = [_Turns(side, prompts, setting) for side in sides]
+    turns = [_Turns(side, prompts) for side in sides]
     everyone = [(each, name) for each in turns for name in each.by_name]
     for each in turns:
         each.decode_alone()
-    groups = groups_of(prompts, setting.batch)
+    groups = groups_of(prompts, sides[0].setting.batch)
     for turn in range(rounds + 1):
         for each, name in everyone:
             each.by_name[name].begin_round()
@@ -120,12 +120,12 @@ class _Turns:
         by_name: the contenders.
     """
 
-    def __init__(self, side: Side, prompts: Sequence[list[int]], setting: Setting) -> None:
-        self._prompts, self._setting = prompts, setting
+    def __init__(self, side: Side, prompts: Sequence[list[int]]) -> None:
+        self._prompts, self._setting = prompts, side.setting
         self.by_name = {contender.name: contender for contender in side.contenders}
         self._plain = side.contenders[0]
         self._found = {name: Measured(lossy=set() if each.lossy else None) for name, each in self.by_name.items()}
-        self._comparison = _Comparison(prompts, setting, side.judge, side.tokenizer, side.expected)
+        self._comparison = _Comparison(prompts, side.setting, side.judge, side.tokenizer, side.expected)
 
     def decode_alone(self) -> None:
         """Decodes plainly what plain decoding's texts of a batch are compared with."""

@@ -237,19 +237,21 @@ def _cell(plan: Plan, forms: Sequence[Form], cell: Todo, bar: _Bar, texts: Known
         )
     if not prompts:
         return []
-    ends, expected = shortest.loaded.eos_token_ids, predicted(task, shortest.loaded)
-    setting = Setting(cell.temperature, cell.batch, plan.max_new_tokens, ends, plan.seed, expected)
+    expected = predicted(task, shortest.loaded)
+    setting = Setting(cell.temperature, cell.batch, plan.max_new_tokens, seed=plan.seed, predictions=expected)
+    settings = [replace(setting, eos_token_ids=form.loaded.eos_token_ids) for form in forms]
     sides = [
         Side(
-            _able(form, prompts, setting, task),
+            _able(form, prompts, own, task),
             tie_on(form.loaded.target),
+            own,
             form.loaded.tokenizer,
             texts.setdefault((form.label, cell.temperature, str(prompts)), {}),
         )
-        for form in forms
+        for form, own in zip(forms, settings, strict=True)
     ]
     rounds = plan.rounds_of(task, cell.batch)
-    found = measure_sides(sides, prompts, setting, rounds=rounds, seed=plan.seed, progress=bar.step)
+    found = measure_sides(sides, prompts, rounds=rounds, seed=plan.seed, progress=bar.step)
     rows = [{"target": form.label, **row} for form, rows in zip(forms, found, strict=True) for row in rows]
     return beside(rows, plan.seed)
 
