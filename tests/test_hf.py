@@ -1033,6 +1033,19 @@ def test_the_drafter_cache_is_kept_between_calls() -> None:
         ours(other, SINGLE, drafter_cache=own)
 
 
+def test_the_drafter_cache_is_kept_where_hooks_change() -> None:
+    """As of activation steering, which registers them anew for each call."""
+    model, counts = tiny("llama"), []
+    for _ in range(2):
+        hook, stats = model.model.layers[0].register_forward_hook(lambda module, args, output: None), list[Stats]()
+        ours(model, BATCH, "suffix", nodes=8, max_new_tokens=24, stats=stats)
+        counts.append(sum(each.accepted for each in stats))
+        hook.remove()
+    assert counts[1] > 1.5 * counts[0]
+    model.resize_token_embeddings(VOCAB + 1)  # of which it cannot be kept
+    assert ours(model, SINGLE, "suffix").tolist() == theirs(model, SINGLE).tolist()
+
+
 def test_a_drafter_cache_can_be_saved(llama: Any, tmp_path: Path) -> None:
     own = DrafterCache()
     ours(llama, BATCH, "suffix", drafter_cache=own)

@@ -130,11 +130,16 @@ def engine_of(model: Any) -> Iterator[ModelEngine]:
 
 
 def _engine(model: Any, state: object) -> ModelEngine:
-    """The model's engine, made where there is none for this state."""
+    """The model's engine, made where there is none for this state. A new one goes on with the drafter cache."""
     found = _kept.get(model)
-    if found is None or found.state != state or found.target.lock is LOST:
-        found = _kept[model] = ModelEngine(model, state)
-    return found
+    if found is not None and found.target.lock is LOST:
+        found = None  # its drafter cache may be half written
+    if found is not None and found.state == state:
+        return found
+    made = _kept[model] = ModelEngine(model, state)
+    if found is not None and found.target.info.vocab_size == made.target.info.vocab_size:
+        made._drafter_cache = found._drafter_cache
+    return made
 
 
 def _leave(found: ModelEngine, call: object, lock: Mutex) -> None:
