@@ -181,8 +181,9 @@ def test_peagle_in_its_own_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("nested", "top", "layers"),
     [
-        ([0, 1, 2], None, (0, 1, 2)),  # numbered like the default ones
-        ([1, 2, 3], None, (2, 3, 4)),  # the outputs of layers from 0
+        ([0, 1, 2], None, (1, 2, 3)),  # the outputs of layers from 0
+        ([1, 2, 3], None, (2, 3, 4)),
+        ([2, 4, 8], None, (2, 4, 8)),  # numbered like the default ones
         ([1, 2, 3], [1, 2, 3], (1, 2, 3)),
         (None, None, (2, 4, 5)),
     ],

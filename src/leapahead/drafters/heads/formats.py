@@ -350,13 +350,14 @@ def _eagle(config: Mapping[str, Any], decoder: Mapping[str, Any], shapes: Shapes
 def _layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The target's hidden states that EAGLE-3 reads; empty for the default ones.
 
-    The ids under "eagle_config" (SpecForge) are read as SGLang reads them: where the first one is 1, they count the
-    outputs of layers from 0; else they are numbered like the default ones, and like those of speculators.
+    The ids under "eagle_config" have two numberings, and the file does not say which. SpecForge counts the outputs of
+    layers from 0, and its own lists begin with 1. Others number like the default ones and like speculators, where 0
+    would be the embeddings; their known lists begin with 2 or later. So the first id decides.
     """
     if ids := config.get(LAYER_IDS):
         return tuple(int(layer) for layer in ids)
     nested = [int(layer) for layer in (config.get("eagle_config") or {}).get(LAYER_IDS) or ()]
-    return tuple(layer + (nested[0] == 1) for layer in nested)
+    return tuple(layer + (nested[0] < 2) for layer in nested)
 
 
 def _parallel(config: Mapping[str, Any], found: EagleConfig, where: str) -> EagleConfig:
