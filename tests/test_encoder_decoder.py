@@ -636,6 +636,24 @@ def test_run_takes_models_with_adapters() -> None:
     assert torch.equal(hf.run(model, ids, attention_mask=mask, drafter="lookahead", **options), own)
 
 
+def test_run_takes_models_whose_generate_has_no_inputs() -> None:
+    """Those of SeamlessM4T begin with `input_ids`."""
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sizes |= {"vocab_size": VOCABULARY, "hidden_size": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    tokens = {"bos_token_id": 2, "decoder_start_token_id": 3, "eos_token_id": 3, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = transformers.SeamlessM4Tv2Config(**sizes, **tokens, max_position_embeddings=64)
+    model = transformers.SeamlessM4Tv2ForTextToText(config).eval()
+    model.generation_config.text_decoder_lang_to_code_id = {"fra": 5}
+    ids, options = torch.tensor(sources(1)), {"tgt_lang": "fra", "max_new_tokens": 12, "min_new_tokens": 12}
+    own = model.generate(ids, **options)
+    assert own.shape == (1, 14)
+    assert torch.equal(hf.run(model, ids, drafter="prompt_lookup", **options), own)
+    assert torch.equal(hf.run(model, input_ids=ids, drafter="prompt_lookup", **options), own)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'input_ids'"):
+        hf.run(model, ids, input_ids=ids, **options)
+
+
 @pytest.mark.slow
 def test_generate_keeps_scores_and_takes_encoder_outputs() -> None:
     model, prompts = build("t5"), sources()

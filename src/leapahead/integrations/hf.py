@@ -233,10 +233,11 @@ def run(
         _take_stop_strings(model, kwargs, tokenizer)
         if tokenizer is not None and (given := kwargs.get("prediction")) is not None:
             kwargs["prediction"] = encoded_predictions(given, tokenizer)
-        if inputs is not None:  # not by position: speech and image models have another first parameter, PEFT has none
-            kwargs["inputs"] = inputs
+        # Not by position: speech and image models have another first parameter, PEFT has none.
+        named = "input_ids" if "input_ids" in inspect.signature(type(language_model).generate).parameters else "inputs"
         return type(model).generate(
             model,
+            **({} if inputs is None else {named: inputs}),
             custom_generate=generate,
             drafter=drafter,
             drafter_options={**_taken_options(drafter, kwargs, assistant_model), **(drafter_options or {})},
