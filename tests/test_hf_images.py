@@ -27,8 +27,10 @@ from image_families import (
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from leapahead import Engine
 from leapahead.core.errors import Refused
 from leapahead.core.sampling import SamplingParams
+from leapahead.engine.loop import Running
 from leapahead.integrations import hf, hf_engine, hf_images
 from leapahead.models.base import Capture
 from leapahead.models.encoder_decoder import opened
@@ -284,6 +286,24 @@ def test_drafts_of_the_model_itself(name: str, options: dict[str, Any]) -> None:
     found = ours(model, inputs, "draft_model" if "draft" in options else "triforce", stats=stats, **options)
     assert found.tolist() == greedy(model, inputs).tolist()
     assert sum(each.drafted for each in stats) > 0
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_entries_that_an_interrupt_costs_are_written_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the middle of an exchange of rows; their tokens do not know the image."""
+    family, model = built(name)
+    inputs, lost, prefill = one(family), list[int](), Engine._prefill
+
+    def losing(engine: Engine) -> dict[Running, int]:
+        for running in engine._active if not lost else ():
+            if len(running.handle.tokens) > 4:
+                lost.append(running.session.state.row.length)
+                running.session.state.row.length = 0
+        return prefill(engine)
+
+    monkeypatch.setattr(Engine, "_prefill", losing)
+    assert ours(model, inputs).tolist() == greedy(model, inputs).tolist()
+    assert len(lost) == 1
 
 
 # ------------------------------------------------------------------------------------------------- what must not pass

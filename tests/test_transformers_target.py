@@ -40,7 +40,8 @@ from leapahead.models.base import (
     read_prompt,
     require,
 )
-from leapahead.models.transformers import families, recurrent, require_version, selftest
+from leapahead.models.prompt_entries import PromptEntries
+from leapahead.models.transformers import families, memory, recurrent, require_version, selftest
 from leapahead.models.transformers import model as backend
 from leapahead.models.transformers.arguments import cache_name
 from leapahead.models.transformers.forward import CachedExecutor, ChainExecutor, MaskedExecutor
@@ -458,7 +459,7 @@ def test_closed_sequences_give_way(model: Any) -> None:
 
 
 def test_the_cache_is_bounded_by_default(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "free_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1_000_000)
     size = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
     assert cache_of(TransformersTarget(model)).limit == 500_000 // size
     with pytest.raises(BadParameter, match="cache_tokens=0"):
@@ -1029,6 +1030,26 @@ def test_entries_that_an_interrupt_costs_another_text_are_read_again(
     assert any(row.busy for row in lost)
     engine.run([other])
     assert other.tokens == expected
+
+
+def test_given_entries_that_an_interrupt_costs_are_written_again(target: TransformersTarget) -> None:
+    """Reading the tokens would give others, of one sample of the prompt and of the next."""
+    layers, generator = target.model.config.num_hidden_layers, torch.Generator().manual_seed(0)
+    parts = torch.randn(layers, 2, 2, len(PROMPT) - 3, 8, generator=generator).unbind()  # of fewer tokens than are read
+    begin = PromptEntries({index: (keys, values) for index, (keys, values) in enumerate(parts)}, offset=-2)
+
+    def logits(*sessions: TransformersSession) -> torch.Tensor:
+        for session in sessions:
+            read_prompt(target, session)
+        choices = target.step(sessions, [TokenTree.root(session.tokens[-1]) for session in sessions])
+        return torch.stack([each.logits[0] for each in choices])
+
+    session = target.open_entries(PROMPT, GREEDY, begin, Capture())
+    read_prompt(target, session)
+    other = target.fork(session, GREEDY)
+    expected = logits(session, other)
+    session.state.row.length = other.state.row.length = 0  # as in the middle of an exchange of rows
+    torch.testing.assert_close(logits(session, other), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_other_errors_of_a_model_are_left_alone(target: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,11 @@ class PromptEntries:
     layers: dict[int, tuple[Any, Any]]
     offset: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens they are of."""
+        return int(next(iter(self.layers.values()))[0].shape[1])
+
 
 @runtime_checkable
 class TakesEntries(Protocol):

@@ -28,7 +28,7 @@ def write(state: State, begin: PromptEntries) -> None:
     """Makes these entries the first ones of a sequence, which has none."""
     assert isinstance(state, CachedState)
     cache, row = state.cache, state.row
-    tokens = next(iter(begin.layers.values()))[0].shape[1]
+    tokens = begin.tokens
     assert row.length == 0, "they are the first ones"
     assert tokens < len(state.tokens), "the last token is the root of the next step"
     row.offset = begin.offset

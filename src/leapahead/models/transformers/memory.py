@@ -1,4 +1,4 @@
-"""Memory of a device: how much is free, and errors that say it ran out."""
+"""Memory of a device: how much is free, how much a KV cache may take, and errors that say it ran out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import torch
 
 from leapahead.core.errors import LeapaheadError
 from leapahead.models.memory import free_host_bytes
+from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 
+# The part of the free memory that the cache may take by default; the rest is for activations and for other programs.
+CACHE_SHARE = {"cuda": 0.7, "cpu": 0.5}
 # The texts of torch's errors that are no `OutOfMemoryError`: of the CPU, MPS and cuBLAS.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -21,6 +24,12 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "xpu":
         return int(torch.xpu.mem_get_info(device)[0])
     return free_host_bytes()
+
+
+def usual_tokens(cache: KVCache, device: torch.device) -> int:
+    """How many tokens fit in the cache's part of the free memory."""
+    share = CACHE_SHARE.get(device.type, CACHE_SHARE["cpu"])
+    return max(FIRST_CAPACITY, int(share * free_bytes(device)) // max(1, cache.bytes_per_token))
 
 
 @contextmanager

@@ -60,8 +60,7 @@ from leapahead.models.transformers.forward import (
     Outputs,
     State,
 )
-from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
-from leapahead.models.transformers.memory import free_bytes
+from leapahead.models.transformers.memory import usual_tokens
 from leapahead.models.transformers.modes import autocast, computing, forwards
 from leapahead.models.transformers.replay import ReplayExecutor
 from leapahead.models.transformers.static import choice
@@ -70,8 +69,6 @@ from leapahead.models.transformers.static.graphs import GraphBackend
 from leapahead.models.transformers.twin import twin
 
 NODES = 512  # slots for the nodes of a step, behind a sequence that fills the context
-# The part of the free memory that the cache may take by default; the rest is for activations and for other programs.
-CACHE_SHARE = {"cuda": 0.7, "cpu": 0.5}
 
 
 class TransformersSession:
@@ -80,6 +77,7 @@ class TransformersSession:
     def __init__(self, tokens: list[int], state: State, sampler: Sampler, capture: Capture = NOTHING) -> None:
         self.tokens, self.state, self.sampler, self.capture = tokens, state, sampler, capture
         self.rows_given = 0  # positions of the prompt up to which captured rows were returned
+        self.begin: PromptEntries | None = None  # the entries with which the prompt was opened
 
     @property
     def unread(self) -> int:
@@ -182,7 +180,7 @@ class TransformersTarget:
         self.max_nodes = self.executor.step_rows if isinstance(self.executor, ExactExecutor) else UNLIMITED
         self.max_leaves = 1 if isinstance(self.executor, ReplayExecutor) and not self.executor.masked else UNLIMITED
         if isinstance(self.executor, CachedExecutor):
-            self.executor.cache.limit = limit = cache_tokens or self._usual_tokens(self.executor.cache)
+            self.executor.cache.limit = limit = cache_tokens or usual_tokens(self.executor.cache, self.device)
             self.info = replace(self.info, cache_tokens=limit)
         self.executor.forget()  # the entries of the test
         self._changes = changes.Changes(model if watched and not exclusive else None, self.executor)
@@ -234,6 +232,7 @@ class TransformersTarget:
         """See `TakesEntries`."""
         entries.require(self.info, self.executor, capture)
         session = self.open(tokens, params, replace(capture, top_k=0), reserve, f"given {next(self._given)}")
+        session.begin = begin
         try:
             with forwards(f"a prompt of {len(session.tokens)} tokens", 1, self.device, self.autocast):
                 entries.write(session.state, begin)
@@ -244,6 +243,10 @@ class TransformersTarget:
 
     def prefill(self, session: TransformersSession, max_tokens: int) -> PromptRows | None:
         start, last = session.state.length, len(session.tokens) - 1
+        if session.begin is not None and start < session.begin.tokens:  # an interrupt has cost these entries
+            with forwards(f"a prompt of {len(session.tokens)} tokens", 1, self.device, self.autocast):
+                entries.write(session.state, session.begin)
+            return None
         end = min(start + max_tokens, last)
         if isinstance(self.executor, ExactExecutor):
             end = min(self.executor.chunk_end(start), last)
@@ -275,7 +278,9 @@ class TransformersTarget:
         sampler = self._sampler(params, tokens)
         with forwards(f"a prompt of {len(tokens)} tokens", 1, self.device, self.autocast):
             state = self.executor.fork(session.state, tokens)
-        return self.session_class(tokens, state, sampler)
+        forked = self.session_class(tokens, state, sampler)
+        forked.begin = session.begin
+        return forked
 
     def step(
         self,
@@ -384,11 +389,6 @@ class TransformersTarget:
             return executors.tested_exact(own, self._name, self._ids, usual_length), {}
         every = executors.executors(self.model, exclusive, usual_length)
         return executors.tested(self.model, self._name, self._ids, every, own)
-
-    def _usual_tokens(self, cache: KVCache) -> int:
-        """How many tokens fit in the cache's part of the free memory."""
-        share = CACHE_SHARE.get(self.device.type, CACHE_SHARE["cpu"])
-        return max(FIRST_CAPACITY, int(share * free_bytes(self.device)) // max(1, cache.bytes_per_token))
 
 
 def _divided(tree: TokenTree, first: int, outputs: Outputs) -> tuple[Outputs, tuple[Rows, ...]]:
