@@ -1013,3 +1013,36 @@ def test_a_forked_child_works_or_refuses_what_another_thread_drove(before: str, 
         assert re.fullmatch(
             "this LLM, or its engine, was forked while another thread used it, .* in each process", child
         )
+
+
+DRAFTED = """
+from leapahead.models.loading import Loaded
+
+class Threaded(ToyTarget):
+    has_threads = True
+
+def drafting(**options):
+    return LLM(ToyTarget(), drafter="draft_model", draft=Loaded(Threaded(), None, ()), **options)
+
+new, used = drafting(), drafting(nodes=3, depth=3)
+text(used)
+stream = used.stream([1, 2, 3], max_new_tokens=50)
+next(stream)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_child_is_refused_a_draft_model_with_threads() -> None:
+    """It does not have them, and would wait for them for ever. Without the draft model it goes on."""
+    refused = ["text(new)", "text(used)", "list(stream)"]
+    works = ["text(LLM(used.target))", "used.generate([1, 2, 3], max_new_tokens=5, drafter='plain').tokens"]
+    calls = "".join(f"in_child(lambda: {call})\n" for call in refused + works)
+    done = run_python(f"{FORKED}{DRAFTED}{calls}print(text(used))\n")
+    assert done.returncode == 0, done.stderr
+    children = done.stdout.splitlines()
+    expected = str(LLM(ToyTarget()).generate([1, 2, 3], max_new_tokens=5).tokens)
+    assert children[3:] == [expected] * 3
+    for child in children[:3]:
+        assert re.fullmatch(
+            "this LLM, or its engine, was forked while its draft model had threads .* in each process", child
+        )

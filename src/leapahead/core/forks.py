@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from _thread import RLock  # a class, and what `threading.RLock` makes
-from typing import Protocol
+from typing import NoReturn, Protocol
 from weakref import WeakSet
+
+from leapahead.core.errors import LeapaheadError
 
 
 class Forked(Protocol):
@@ -13,6 +15,29 @@ class Forked(Protocol):
 
     def forked(self) -> None:
         """Called in the child, by its only thread."""
+
+
+class Lost:
+    """In place of a lock in a forked process that cannot go on with what it guards. To lock it is refused.
+
+    Args:
+        why: it cannot.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def __enter__(self) -> NoReturn:
+        raise LeapaheadError(
+            f"this LLM, or its engine, was forked while {self.why}, so that this process cannot go on with it; make "
+            "one in each process"
+        )
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def acquire(self, **_: object) -> bool:
+        """Never."""
+        return False
 
 
 _known: WeakSet[Forked] = WeakSet()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from leapahead.core import forks
 from leapahead.core.errors import BadParameter, Refused, needing
 from leapahead.core.parameters import apart, file_path, whole
 from leapahead.core.text import Tokenizer, difference
@@ -50,6 +51,15 @@ class DraftModel:
     target: Target
     tokenizer: Tokenizer | None
     latency: LatencyProfiles
+
+    def __post_init__(self) -> None:
+        forks.watch(self)
+
+    def forked(self) -> None:
+        """Called in a child process, which is refused a model that computes in threads or on an accelerator."""
+        if getattr(self.target, "has_threads", False):
+            lost: Any = forks.Lost("its draft model had threads of its own that compute, or an accelerator")
+            self.target.lock = lost
 
     @property
     def title(self) -> str:
@@ -323,9 +333,10 @@ def made_of(target: Target | None, draft: str) -> DraftModel:
     target = copyable(target, f"draft={draft!r}", instead)
     view: Target
     if what == "skip":
+        from leapahead.drafters import saved_skips
         from leapahead.models.self_draft.layer_skip import without
 
-        view = without(target, _skip(target, draft, value))
+        view = without(target, saved_skips.chosen(target, draft, value))
     elif what == "first" and value.isdecimal():
         from leapahead.models.self_draft.early_exit import EarlyExit
 
@@ -364,24 +375,6 @@ def copyable(target: Target | None, what: str, instead: str) -> TransformersTarg
     if not isinstance(target, TransformersTarget):
         raise Refused(f"{what} needs a model of Transformers; {instead}")
     return target
-
-
-def _skip(target: Any, draft: str, layers: str) -> Any:
-    """The sub-layers to leave out: those named, or those that a search has found."""
-    from leapahead.drafters import saved_skips
-    from leapahead.models.self_draft.layer_skip import Skip
-
-    skip = Skip.parse(layers) if layers else saved_skips.saved(target)
-    if skip is None:
-        raise BadParameter(
-            f"draft={draft!r} needs a search, and there was none for {target.info.name}: run "
-            "`leapahead search-layers`, or name the layers, as in self:skip=2m,4-6"
-        )
-    if not skip:
-        raise BadParameter(
-            f"draft={draft!r} does not pay: the search found no layers of {target.info.name} that are worth leaving out"
-        )
-    return skip
 
 
 def _check_memory(name: str) -> None:

@@ -146,8 +146,8 @@ class DraftRunner:
         if self.failed:
             return False
         began = perf_counter()
-        try:
-            with self.target.lock:
+        with self.target.lock:
+            try:
                 if self._session is None:
                     self._left_out = self._leaving_out
                     tokens = [*self.tokens[:SINKS], *self.tokens[SINKS + self._left_out :]]
@@ -156,8 +156,8 @@ class DraftRunner:
                     self._session = opened(self.target, prompt, self.params, begin, owner=self.owner)
                 if self._session.unread:
                     self.target.prefill(self._session, CHUNK)
-        except LeapaheadError as error:
-            self.fail(str(error))
+            except LeapaheadError as error:
+                self.fail(str(error))
         self.seconds += perf_counter() - began
         return self._session is not None and not self._session.unread
 

@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from leapahead.core.errors import BadParameter
 from leapahead.core.storage import cache_directory, write_json
 from leapahead.models.self_draft.layer_skip import Skip
 from leapahead.models.transformers.model import TransformersTarget
@@ -92,6 +93,29 @@ def saved(target: TransformersTarget) -> Skip | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return skip if max(skip.attention | skip.mlp, default=0) < target.config.num_hidden_layers else None
+
+
+def chosen(target: TransformersTarget, draft: str, layers: str) -> Skip:
+    """The sub-layers to leave out: those named, or those that a search has found.
+
+    Args:
+        draft: the option, for the message.
+        layers: as it names them; "" where it names none.
+
+    Raises:
+        BadParameter: it names none, and there was no search, or leaving out does not pay.
+    """
+    skip = Skip.parse(layers) if layers else saved(target)
+    if skip is None:
+        raise BadParameter(
+            f"draft={draft!r} needs a search, and there was none for {target.info.name}: run "
+            "`leapahead search-layers`, or name the layers, as in self:skip=2m,4-6"
+        )
+    if not skip:
+        raise BadParameter(
+            f"draft={draft!r} does not pay: the search found no layers of {target.info.name} that are worth leaving out"
+        )
+    return skip
 
 
 def _weights(target: TransformersTarget) -> str:

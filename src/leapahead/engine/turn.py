@@ -8,11 +8,12 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from threading import Condition, Lock, current_thread, get_ident, main_thread
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet, finalize
 
 from leapahead.core import forks, openmp
 from leapahead.core.errors import LeapaheadError
+from leapahead.core.forks import Lost
 from leapahead.models.base import Target
 
 EXIT_SECONDS = 10.0  # that the end of the interpreter waits for a step of another thread
@@ -31,29 +32,6 @@ def of_request(error: BaseException, earlier: BaseException | None = None) -> Ba
     if current_thread() is main_thread():
         raise error
     return earlier or LeapaheadError(f"decoding was interrupted by {error!r}")
-
-
-class Lost:
-    """In place of a lock in a forked process that cannot go on with what it guards. To lock it is refused.
-
-    Args:
-        why: it cannot.
-    """
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-    def __enter__(self) -> NoReturn:
-        raise LeapaheadError(
-            f"this LLM, or its engine, was forked while {self.why}, so that this process cannot go on with it; make "
-            "one in each process"
-        )
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def acquire(self, **_: object) -> bool:
-        """Never."""
-        return False
 
 
 LOST: Any = Lost("another thread used it")
