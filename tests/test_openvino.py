@@ -703,6 +703,13 @@ def test_longrope_ends_the_context(values: dict[str, Any], tmp_path: Path) -> No
     assert folder.describe(tmp_path).context_length == 64
 
 
+def test_yarn_lengthens_the_context_where_the_graph_is_sure_to_have_its_factor(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    for name, length in (("rope_parameters", 1024), ("rope_scaling", 256)):
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 256, name: scaling}))
+        assert folder.describe(tmp_path).context_length == length
+
+
 def test_a_full_cache_delays_or_refuses(exported: Path) -> None:
     with LLM(str(exported), n_threads=1, cache_tokens=150) as llm:
         prompts = [text(40, seed) for seed in range(4)]

@@ -1297,6 +1297,53 @@ def test_long_rope_ends_where_its_rotation_changes() -> None:
     assert families.context_length(config) == 64
 
 
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest", "length"),
+    [
+        (YARN, 256, 1024),  # configured as Qwen's cards say
+        (YARN, 1024, 1024),  # as DeepSeek's and gpt-oss' configurations are
+        (YARN | {"factor": None}, 512, 512),  # the factor is their quotient
+        (YARN | {"factor": 2.0}, 1024, 1024),
+        ({"rope_type": "yarn", "factor": 4.0}, 256, 1024),
+        (LINEAR, 256, 256),  # it may be the scaled length, as of Chinese Alpaca 2 for 16k tokens
+        ({"rope_type": "dynamic", "factor": 4.0}, 256, 256),  # beyond it, the rotation changes with the text's length
+        (
+            {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 8.0}
+            | {"original_max_position_embeddings": 64},
+            256,
+            256,
+        ),
+    ],
+)
+def test_the_context_of_a_scaled_rotation(scaling: dict[str, Any], longest: int, length: int) -> None:
+    """Given as Transformers 5 calls it, and by the older name."""
+    for name in ("rope_parameters", "rope_scaling"):
+        sizes = {**SIZES, "max_position_embeddings": longest}
+        config = transformers.LlamaConfig(**sizes, **{name: {"rope_theta": 1e4, **scaling}})
+        assert families.context_length(config) == length
+
+
+def test_the_context_of_rotations_by_kinds_of_layers_is_the_configured_one() -> None:
+    for scaling in (LINEAR, YARN):
+        kinds = {"full_attention": {"rope_theta": 1e4, **scaling}, "sliding_attention": {"rope_type": "default"}}
+        config = transformers.Gemma3TextConfig(**SIZES, rope_parameters=kinds)
+        assert families.context_length(config) == SIZES["max_position_embeddings"]
+
+
+def test_a_prompt_beyond_the_length_before_scaling() -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, rope_parameters={"rope_theta": 1e4, **YARN})
+    model = sharpen(transformers.LlamaForCausalLM(config).eval())
+    prompt = torch.randint(3, VOCABULARY, (1, 300))
+    given = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    own = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **given)[0, 300:].tolist()
+    assert LLM(model).generate(prompt[0].tolist(), max_new_tokens=12, ignore_eos=True).tokens == own
+
+
 def test_attention_that_keeps_some_tokens_takes_no_drafts() -> None:
     """Doge keeps the tokens of greatest rank, of more than the self-test reads; equal ones are told apart by chance."""
     config = transformers.DogeConfig(**SIZES, keep_window_size=64)

@@ -185,7 +185,11 @@ def describe(folder: Path) -> Description:
 def _length(text: dict[str, Any]) -> int:
     """The greatest number of tokens of a sequence."""
     length = next((int(text[name]) for name in LENGTHS if isinstance(text.get(name), int)), UNLIMITED)
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    given = text.get("rope_parameters")
+    # Those of Transformers before 5 say `rope_scaling`, and it computed some graphs without the factor of YaRN.
+    if isinstance(given, dict) and given.get("rope_type") == "yarn":
+        length = max(length, int((given.get("factor") or 1) * given.get("original_max_position_embeddings", 0)))
+    rope = given or text.get("rope_scaling") or {}
     for parameters in (rope, *rope.values()) if isinstance(rope, dict) else ():  # of all layers, or by their kinds
         if isinstance(parameters, dict) and parameters.get("rope_type", parameters.get("type")) == "longrope":
             # Beyond this length the rotation of every position changes, cached tokens included.

@@ -196,6 +196,10 @@ def context_length(config: Any) -> int:
     )
     length = next((int(value) for name in names if (value := _get(config, name)) is not None), UNLIMITED)
     rope = _get(config, "rope_parameters") or {}
+    if rope.get("rope_type") == "yarn":
+        # Its frequencies are the same at every length. Many configurations leave the length before scaling above, as
+        # cards of Qwen say. Those with linear scaling have that or the scaled one, and do not tell which.
+        length = max(length, int((rope.get("factor") or 1) * rope.get("original_max_position_embeddings", 0)))
     for parameters in [rope, *(each for each in rope.values() if isinstance(each, dict))]:
         if parameters.get("rope_type") == "longrope":
             # Beyond this length the rotation of every position changes, cached tokens included, so that cached
