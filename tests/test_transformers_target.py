@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from time import process_time
 from typing import Any
 from weakref import proxy
@@ -1637,6 +1638,29 @@ def test_adapters_of_several_kinds_in_one_model() -> None:
     mixed.add_adapter("other", peft.LoHaConfig(init_weights=False, **options))
     mixed.set_adapter(["default", "other"])
     _agrees(LLM(mixed), mixed)
+
+
+@PEFT
+def test_adapters_that_peft_applies_in_its_own_forward_are_refused(tmp_path: Path) -> None:
+    """By position behind the tokens that invoke them, or by a classifier; else with no effect, or with all of it."""
+    peft = pytest.importorskip("peft")
+    options = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    model = peft.get_peft_model(BY_NAME["llama"].build(), peft.LoraConfig(**options))
+    model.save_pretrained(tmp_path / "expert")
+    LLM(model.eval())
+    model.add_adapter("other", peft.LoraConfig(**options, alora_invocation_tokens=[5, 6]))
+    with pytest.raises(Refused, match=r"adapter 'other' of this model \(activated LoRA\) .* delete it"):
+        LLM(model)
+    model.save_pretrained(tmp_path, selected_adapters=["other"])
+    plain = BY_NAME["llama"].build()
+    plain.load_adapter(str(tmp_path / "other"))  # by Transformers, whose own text lacks it
+    with pytest.raises(Refused, match="activated LoRA"):
+        LLM(plain)
+    plain = BY_NAME["llama"].build()
+    plain.config.use_cache = False  # as PEFT demands of it
+    experts = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters={"0": str(tmp_path / "expert")})
+    with pytest.raises(Refused, match="X-LoRA"):
+        LLM(peft.get_peft_model(plain, experts).eval())
 
 
 def test_entries_are_kept_while_a_model_does_not_change() -> None:

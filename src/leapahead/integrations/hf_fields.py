@@ -137,9 +137,6 @@ TEXT = ("text", ("text",), ["text"])  # what `input_modalities` of a model says 
 EMBEDDED = ("inputs_embeds",)  # instead of token ids
 ENCODED = "encoder_outputs"  # of an encoder-decoder model, computed by Transformers
 
-# Arguments of PEFT's `generate` that choose an adapter by row, or by position (aLoRA).
-PEFT_ARGUMENTS = ("adapter_names", "alora_offsets")
-
 SYNCED = (
     "synced_gpus (FSDP, DeepSpeed ZeRO-3) is not supported by leapahead.hf: the processes would run different numbers "
     "of forwards, so that one would wait for the others forever; generate in one process"
@@ -204,10 +201,10 @@ def _refuse_processor(processor: Any) -> None:
 
 
 def _refuse_adapters(model: Any) -> None:
-    """Refuses PEFT adapters that add to the prompt, and those whose effect depends on the row or the position.
+    """Refuses PEFT adapters that are no part of the layers, and those whose effect depends on the row.
 
-    While it generates, PEFT has the model prepare its inputs by the wrapper's method, and passes the arguments of such
-    adapters by hooks of the layers.
+    While it generates, PEFT has the model prepare its inputs by the wrapper's method, and passes the adapters of rows
+    by hooks of the layers.
     """
     wrapper = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if wrapper is not model:
@@ -215,10 +212,10 @@ def _refuse_adapters(model: Any) -> None:
     for part in model.modules():
         for hook in part._forward_pre_hooks.values():
             given = hook.keywords if isinstance(hook, partial) else {}
-            if name := next((name for name in PEFT_ARGUMENTS if name in given), None):
+            if "adapter_names" in given:
                 raise Refused(
-                    f"{name} of PEFT, which applies adapters by row or by position, is not supported by leapahead.hf; "
-                    "use one adapter for all rows"
+                    "adapter_names of PEFT, which applies adapters by row, is not supported by leapahead.hf; use one "
+                    "adapter for all rows"
                 )
 
 

@@ -53,7 +53,8 @@ def language_model(model: Any) -> PreTrainedModel:
 
     Raises:
         BadParameter: it is no model of Transformers.
-        Refused: its adapter adds tokens to the prompt, or it is divided among processes.
+        Refused: an adapter adds tokens to the prompt or is applied by PEFT's own forward, or the model is divided among
+            processes.
     """
     if any(each.__module__.partition(".")[0] == "peft" for each in type(model).__mro__):
         active = getattr(model, "active_peft_config", None)  # a model with adapters of several kinds has no such field
@@ -68,6 +69,13 @@ def language_model(model: Any) -> PreTrainedModel:
             f"a {type(model).__name__} is not a Transformers model; give what "
             "AutoModelForCausalLM.from_pretrained returns"
         )
+    for name, adapter in (getattr(model, "peft_config", None) or {}).items():  # all, since another may become active
+        if getattr(adapter, "alora_invocation_tokens", None) or adapter.peft_type == "XLORA":
+            kind = "X-LoRA" if adapter.peft_type == "XLORA" else "activated LoRA"
+            raise Refused(
+                f"the PEFT adapter {name!r} of this model ({kind}) is applied by PEFT's own forward, which leapahead "
+                "does not run; delete it, or use an adapter of the layers such as LoRA"
+            )
     devices.refuse_parallel(model)
     if not model.dtype.is_floating_point:
         raise Refused(f"{type(model).__name__} computes in {model.dtype}, which leapahead does not support")
