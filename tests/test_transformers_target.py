@@ -1687,6 +1687,20 @@ def test_forward_hooks_may_change_between_two_texts() -> None:
     assert _agrees(llm, model) == before
 
 
+def test_entries_are_kept_of_a_model_with_offloaded_layers() -> None:
+    """Their weights are other tensors in every forward. A change of the other layers is still seen."""
+    accelerate = pytest.importorskip("accelerate")
+    model = BY_NAME["llama"].build()
+    accelerate.cpu_offload(model.model.layers[1], torch.device("cpu"))
+    llm = LLM(model)
+    text = llm.generate(TEXT, max_new_tokens=8).tokens
+    again = llm.generate(TEXT, max_new_tokens=8)
+    assert again.stats.reused_tokens > 0
+    assert again.tokens == text == LLM(model, draft="self:first=1").generate(TEXT, max_new_tokens=8).tokens
+    _moved(model)
+    assert llm.generate(TEXT, max_new_tokens=8).stats.reused_tokens == 0
+
+
 def test_entries_are_kept_where_transformers_has_installed_its_hooks() -> None:
     """By which it gives hidden states, from the first time on."""
     model = BY_NAME["llama"].build()

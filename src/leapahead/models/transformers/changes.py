@@ -104,9 +104,10 @@ class Parts:
     def __init__(self, model: Any) -> None:
         modules = list(model.modules())
         self._children = [(part._modules, dict(part._modules)) for part in modules]
-        held: list[dict[str, Tensor | None]] = [part._parameters for part in modules]
+        lasting = [part for part in modules if not offloads(part)]
+        held: list[dict[str, Tensor | None]] = [part._parameters for part in lasting]
         # Other buffers are changed by forwards, as some rotary positions are.
-        held += [part._buffers for part in modules if not part._non_persistent_buffers_set]
+        held += [part._buffers for part in lasting if not part._non_persistent_buffers_set]
         self._held = list(filter(None, held))
         self._adapters = adapter_layers(modules)
         self._attributes = list(map(vars, modules))
@@ -154,6 +155,12 @@ class Parts:
     def _tensors(self) -> list[Tensor]:
         """Parameters, and the buffers that a checkpoint has."""
         return [each for held in self._held for each in held.values() if each is not None]
+
+
+def offloads(part: torch.nn.Module) -> bool:
+    """Whether Accelerate loads a part's weights for each forward, into new tensors, and drops them behind it."""
+    hook = vars(part).get("_hf_hook")
+    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
 
 
 def drops(part: torch.nn.Module) -> bool:
