@@ -25,6 +25,7 @@ from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.pretrained import load
 from leapahead.models.transformers.static import choice
 from leapahead.models.transformers.static.graphs import Calls
+from leapahead.models.transformers.twin import twin
 
 TREES = ([-1, 0, 0, 2, 1], [-1, 0, 1], [-1])  # parents
 
@@ -185,3 +186,18 @@ def test_a_model_with_the_hooks_of_accelerate_keeps_its_text(name: str) -> None:
     assert target.executor.config is not None
     assert not target.refusals
     assert run(target, Scattered([*PROMPT, *expected]), prompt=PROMPT).tokens == expected
+
+
+def test_a_copy_of_a_model_shares_the_weights_that_are_offloaded() -> None:
+    """They lie in the hooks of Accelerate, not in the modules."""
+    accelerate = pytest.importorskip("accelerate")
+    model = BY_NAME["llama"].build()
+    accelerate.cpu_offload(model.model.layers[1], torch.device("cpu"))
+    copied = twin(model)
+    layer, of_copy = (each.model.layers[1].mlp.up_proj for each in (model, copied))
+    assert layer.weight.is_meta
+    assert of_copy._hf_hook is not layer._hf_hook
+    assert of_copy._hf_hook.weights_map["weight"].data_ptr() == layer._hf_hook.weights_map["weight"].data_ptr()
+    with torch.no_grad():
+        ids = torch.tensor([PROMPT])
+        assert torch.equal(copied(ids).logits, model(ids).logits)

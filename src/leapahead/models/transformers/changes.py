@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from leapahead.core.errors import Refused
+from leapahead.models.transformers import devices
 from leapahead.models.transformers.decoder_view import DecoderView
 from leapahead.models.transformers.exact import ExactExecutor
 from leapahead.models.transformers.families import text_config
@@ -159,8 +160,7 @@ class Parts:
 
 def offloads(part: torch.nn.Module) -> bool:
     """Whether Accelerate loads a part's weights for each forward, into new tensors, and drops them behind it."""
-    hook = vars(part).get("_hf_hook")
-    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
+    return any(getattr(hook, "offload", False) for hook in devices.hooks(part))
 
 
 def drops(part: torch.nn.Module) -> bool:

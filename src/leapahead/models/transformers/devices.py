@@ -59,6 +59,12 @@ def of(model: Any) -> list[torch.device]:
     return list(dict.fromkeys(each.device for each in model.parameters()))
 
 
+def hooks(part: torch.nn.Module) -> Sequence[Any]:
+    """The hooks of Accelerate on a part of a model, which move its inputs and load what is offloaded of it."""
+    hook = vars(part).get("_hf_hook")
+    return getattr(hook, "hooks", () if hook is None else (hook,))
+
+
 def eager_because(found: Sequence[torch.device]) -> str:
     """Why forwards of a model on these devices run operation by operation; "" where they can be captured."""
     if len(found) > 1:
