@@ -855,11 +855,15 @@ def test_a_boolean_mask_for_eager_attention_is_caught(monkeypatch: pytest.Monkey
     assert target.executor.dtype == torch.float32
 
 
-def test_attention_without_tree_masks_is_refused_by_name() -> None:
-    model = BY_NAME["llama"].build()
+@pytest.mark.parametrize(("name", "remedy"), [("llama", "sdpa"), ("gemma2", "eager")])
+def test_attention_without_tree_masks_is_refused_by_name(name: str, remedy: str) -> None:
+    model = BY_NAME[name].build()
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(Refused, match=r"'flash_attention_2'.*sdpa"):
+    call = re.escape(f'model.set_attn_implementation("{remedy}")')
+    with pytest.raises(Refused, match=rf"'flash_attention_2' takes no tree mask.*=\"{remedy}\", or call {call}"):
         TransformersTarget(model)
+    model.set_attn_implementation(remedy)
+    assert TREE in TransformersTarget(model).info.capabilities
 
 
 def test_why_a_model_without_recurrent_layers_takes_no_drafts() -> None:

@@ -119,9 +119,10 @@ def attention_implementation(model: Any) -> str:
     if name in (grouped.NAME, ordered.NAME, packed.NAME, compacted.NAME):
         return "sdpa"
     if name not in MASKS:
+        best = "sdpa" if model._supports_sdpa else "eager"  # which Gemma 2 and gpt-oss have instead
         raise Refused(
-            f'attention implementation {name!r} takes no tree mask; load the model with attn_implementation="sdpa", '
-            'or call model.set_attn_implementation("sdpa")'
+            f'attention implementation {name!r} takes no tree mask; load the model with attn_implementation="{best}", '
+            f'or call model.set_attn_implementation("{best}")'
         )
     return name
 
