@@ -14,7 +14,7 @@ import torch
 import transformers
 from architectures import VOCABULARY, sharpen
 from helpers import Oracle, RandomTrees, Scattered, Scripted, attached
-from seq2seq import BART, MODELS, build, own_text
+from seq2seq import BART, MODELS, T5, build, own_text
 from serving import Letters, serving
 
 from leapahead import LLM, Engine, Request, hf
@@ -507,6 +507,9 @@ def test_what_is_refused(llms: dict[str, LLM], tmp_path: Path) -> None:
     listener.save_pretrained(tmp_path)
     with pytest.raises(Refused, match=r"an encoder-decoder model \(whisper\) of which Transformers has no class"):
         LLM(str(tmp_path))
+    config = transformers.SwitchTransformersConfig(**T5, num_experts=2, expert_capacity=24)
+    with pytest.raises(Refused, match="leave out tokens of a forward that come behind the first 24 of an expert"):
+        LLM(transformers.SwitchTransformersForConditionalGeneration(config).eval())
     without = build("t5")
     without.config.decoder_start_token_id = without.generation_config.decoder_start_token_id = None
     without.config.bos_token_id = without.generation_config.bos_token_id = None

@@ -119,8 +119,8 @@ class EncoderDecoderTarget(TransformersTarget):
             see `Request`; else nothing of it is read.
 
     Raises:
-        Refused: the model's own forward cannot be matched, it does not say which token its texts begin with, or it
-            takes other inputs than token ids.
+        Refused: the model's own forward cannot be matched or depends on how many tokens are read at once, it does not
+            say which token its texts begin with, or it takes other inputs than token ids.
     """
 
     model: DecoderView
@@ -131,6 +131,12 @@ class EncoderDecoderTarget(TransformersTarget):
         model, self._as_configured = families.language_model(model), as_configured
         name = name or model.config.name_or_path or type(model).__name__
         refuse_other_inputs(model, name)
+        if model.config.model_type == "switch_transformers":
+            raise Refused(
+                f"the experts of {name} leave out tokens of a forward that come behind the first "
+                f"{model.config.expert_capacity} of an expert, so that drafts could change its text; use Transformers' "
+                "generate, or another model"
+            )
         super().__init__(model, name=name, **{**options, "hidden_states": False})
         if self.model.embeds is not None:
             self.max_nodes = self.context_length  # positions that are corrected are counted from 0
