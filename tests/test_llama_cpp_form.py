@@ -12,13 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from helpers import GREEDY
 
 from leapahead import LLM
 from leapahead.cli import main
-from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.errors import BadParameter, CacheFull, Refused
 from leapahead.core.tree import TokenTree
 from leapahead.drafters import registry
 from leapahead.engine.turn import THREADS_LOST, Turn
@@ -149,6 +150,54 @@ def test_an_llm_has_the_form_for_its_batch_and_drafter() -> None:
         assert isinstance(many.target, SeparateLlamaCppTarget)
         with pytest.raises(Refused, match=r"needs tree .* \(kv_unified gives one for all\)"):
             many.generate([1, 2, 3], drafter="lookahead")
+
+
+def shared(path: Path | None = None, sequences: int | None = 3, **options: Any) -> tuple[int, int]:
+    """Texts of the greatest length for which the cache of all sequences has room, and that length."""
+    info = loading.load(path or gguf_models.llama(), sequences=sequences, n_threads=1, **options).target.info
+    return info.cache_tokens // info.context_length, info.context_length
+
+
+def test_one_cache_has_room_for_a_text_of_each_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where neither its size nor its form is named: the size that is named is that of all sequences."""
+    assert shared() == (3, 512)
+    assert shared(gguf_architectures.BY_NAME["gemma3"].path()) == (3, 256)  # with a sliding window
+    assert shared(sequences=MANY, branching="lookahead") == (MANY, 512)
+    for options in ({"n_ctx": 512}, {"n_ctx": 0}, {"n_seq_max": 8}, {"kv_unified": True}, {"sequences": None}):
+        assert shared(**options) == (1, 512), options
+    assert shared(gguf_architectures.BY_NAME["jamba"].path()) == (1, 256)
+    assert loading.load(gguf_architectures.BY_NAME["mamba"].path(), sequences=3).target.info.cache_tokens == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(form.c, "llama_supports_gpu_offload", lambda: True)
+        assert shared()[0] == 1
+        assert shared(n_gpu_layers=0)[0] == 3
+    factors = {f"rope_factors_{each}.weight": np.ones(4, np.float32) for each in ("short", "long")}
+    scaled = {"llama.rope.scaling.type": "longrope"}
+    assert shared(gguf_models.rewritten(gguf_models.llama(), tmp_path / "long.gguf", scaled, factors)) == (1, 512)
+    size = form.cache_bytes(context.Model(gguf_models.llama(), LlamaCppOptions()), LlamaCppOptions())
+    for texts, fitting in ((0.5, 1), (2.5, 2)):
+        monkeypatch.setattr(form, "free_host_bytes", lambda texts=texts: texts * size / form.MOST_MEMORY)
+        assert shared() == (fitting, 512)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_texts_of_the_greatest_length_are_decoded_together(name: str) -> None:
+    """Requests that name no length reserve all of it; their texts are those of a cache of the usual size."""
+    path = gguf_architectures.BY_NAME[name].path()
+    prompts: list[list[int]] = [[5, 6, 7, 8], [9, 8, 7], [5, 6, 7, 4, 3]]
+    with LLM(path, n_threads=1) as usual, LLM(path, n_threads=1, max_batch=3) as several:
+        length = usual.target.info.context_length
+        assert (usual.target.info.cache_tokens, usual.engine.max_batch) == (length, 8)
+        assert several.target.info.kv_cache.endswith(f"decoded together; it has room for 3 texts of {length} tokens")
+        opened = [several.target.open(prompt, GREEDY, reserve=length) for prompt in prompts]
+        with pytest.raises(CacheFull):
+            several.target.open(prompts[0], GREEDY, reserve=length)
+        for session in opened:
+            session.close()
+        asked: Any = {"max_new_tokens": length, "ignore_eos": True, "drafter": "prompt_lookup"}
+        found = [each.tokens for each in several.generate(prompts, **asked)]
+        assert found == [each.tokens for each in usual.generate(prompts, **asked)]
+        assert [len(prompt) + len(new) for prompt, new in zip(prompts, found, strict=True)] == [length] * 3
 
 
 @pytest.fixture

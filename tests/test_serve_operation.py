@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -698,6 +699,43 @@ def test_addresses() -> None:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+", server.address(one))
     with server.bound("::1", 0) as six:
         assert server.address(six).startswith("http://[::1]:")
+
+
+def test_a_server_tells_that_chats_wait_for_each_other() -> None:
+    """Where they reserve more than the KV cache has, unless the server bounds them."""
+    cases: list[tuple[int, dict[str, Any], bool]] = [
+        (3 * 1024, {}, True),
+        (4 * 1024, {}, False),
+        (0, {}, False),
+        (3 * 1024, {"default_max_tokens": 100}, False),
+        (3 * 1024, {"max_tokens": 100}, False),
+    ]
+    for cells, bounds, told in cases:
+        target = SlowToy()
+        target.info = replace(target.info, cache_tokens=cells)
+        with logged() as lines, serving(toy_llm(target=target, max_batch=4), limits=bounds):
+            pass
+        found = [line["message"] for line in lines if line["event"] == "kv_cache_reserved"]
+        assert len(found) == told
+        assert all("3072, so fewer than --max-batch 4" in message for message in found)
+
+
+@pytest.mark.slow
+def test_chats_without_a_length_are_decoded_together(tmp_path: Path) -> None:
+    """A GGUF file's KV cache has room for as many of them as are decoded together."""
+    template = {"tokenizer.chat_template": "{{ messages[0].content }}"}
+    path = gguf_models.rewritten(gguf_models.bundled("f32"), tmp_path / "chat.gguf", template)
+    llm = LLM(path, max_batch=2, drafter="plain")
+    chat: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a word"}], "stream": True}
+    with logged() as lines, serving(llm) as running:
+        client = running.client()
+        streams = [client.chat.completions.create(**chat, extra_body={"ignore_eos": True}) for _ in range(2)]
+        for stream in streams:  # up to the first token of each
+            next(chunk for chunk in stream if chunk.choices[0].delta.content)
+        assert len(llm.engine.lengths()) == 2
+        for stream in streams:
+            stream.close()
+    assert "kv_cache_reserved" not in [line["event"] for line in lines]
 
 
 @pytest.mark.slow

@@ -54,7 +54,8 @@ class LLM:
             Transformers that is given by name or folder.
         device: "auto" (an accelerator if there is one), "cpu", "cuda", "cuda:1", "mps", "xpu"; "balanced" divides the
             layers among GPUs. Of a model that is given by name or folder.
-        max_batch: greatest number of sequences decoded together; further prompts join as others end.
+        max_batch: greatest number of sequences decoded together, by default 8; further prompts join as others end. The
+            KV cache of a GGUF file has room for so many texts of the greatest length only where it is given.
         prefill_chunk: greatest number of prompt tokens that are read between two steps of running requests; by default
             as many as take about four plain steps.
         cache_tokens: greatest number of tokens in the KV cache, all sequences together; by default as many as fit in
@@ -98,7 +99,7 @@ class LLM:
         drafter: str | registry.DrafterClass = "auto",
         dtype: str = "auto",
         device: str = "auto",
-        max_batch: int = 8,
+        max_batch: int | None = None,
         prefill_chunk: int | None = None,
         cache_tokens: int | None = None,
         exact: bool = False,
@@ -109,7 +110,7 @@ class LLM:
         acceptance: str | Relaxed = EXACT,
         **options: Any,
     ) -> None:
-        whole("max_batch", max_batch, 1, MOST_BATCH)
+        together = 8 if max_batch is None else whole("max_batch", max_batch, 1, MOST_BATCH)
         self._chosen, self._acceptance = drafter, rule(acceptance) or EXACT
         backend = {name: options.pop(name) for name in loading.ENGINE_OPTIONS if name in options}
         backend |= {"engine": engine, "dtype": dtype, "device": device}
@@ -131,7 +132,7 @@ class LLM:
             **backend,
         )
         self.target, self.tokenizer, self.eos_token_ids = loaded.target, loaded.tokenizer, loaded.eos_token_ids
-        self.engine = Engine(self.target, tokenizer=self.tokenizer, max_batch=max_batch, prefill_chunk=prefill_chunk)
+        self.engine = Engine(self.target, tokenizer=self.tokenizer, max_batch=together, prefill_chunk=prefill_chunk)
         if draft is not None:
             self._networks["draft"] = given(draft, trust_remote_code=trust_remote_code, **backend)
         self.drafter = self.engine.drafter(drafter, **options, **self._networks)

@@ -98,7 +98,7 @@ ENGINE: tuple[Option, ...] = (
         type=int,
         metavar="N",
         group=GGUF_GROUP,
-        show_default="as --ctx-size",
+        show_default="the size of the cache",
         help="Tokens of earlier texts that are kept in the machine's memory, beside the cache; 0 for none.",
     ),
     option(

@@ -23,7 +23,7 @@ from leapahead import __version__
 from leapahead.api import LLM
 from leapahead.asynchronous import AsyncLLM
 from leapahead.core.errors import LeapaheadError
-from leapahead.serve import anthropic, bounds, chat, completions, errors, page, responses
+from leapahead.serve import anthropic, bounds, chat, completions, errors, logs, page, responses
 from leapahead.serve.anthropic_replies import MessageReply, TokenCount
 from leapahead.serve.anthropic_schema import CountTokensRequest, MessagesRequest
 from leapahead.serve.errors import ApiError, ErrorReply
@@ -45,7 +45,7 @@ from leapahead.serve.responses_replies import ResponseReply
 from leapahead.serve.responses_schema import ResponsesRequest
 from leapahead.serve.schema import ChatRequest, CompletionRequest
 from leapahead.serve.service import Service
-from leapahead.serve.settings import Settings
+from leapahead.serve.settings import Limits, Settings
 from leapahead.serve.streaming import GONE, ClientGone, log_fault
 from leapahead.serve.tokenization import DetokenizeRequest, TokenizeMessages, TokenizeRequest
 from leapahead.serve.worker import NO_KEY, Worker
@@ -132,6 +132,7 @@ def make(llm: LLM, settings: Settings) -> tuple[ASGIApp, Worker]:
     keys, worker = Keys(settings.keys), Worker(AsyncLLM(llm), settings)
     worker.open_caches([NO_KEY, *keys.ids])
     service = Service(worker, Texts(llm, settings.limits.prompt_tokens), settings)
+    tell_of_waiting(llm, settings.limits)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -170,6 +171,19 @@ def make(llm: LLM, settings: Settings) -> tuple[ASGIApp, Worker]:
             expose_headers=["X-Request-Id"],
         )
     return gate, worker
+
+
+def tell_of_waiting(llm: LLM, limits: Limits) -> None:
+    """Logs that chats may wait for others, where the KV cache has no room for as many as are decoded together."""
+    info, most = llm.target.info, llm.engine.max_batch
+    room = info.cache_tokens // info.context_length
+    if info.cache_tokens and room < most and limits.max_tokens is None and limits.default_max_tokens is None:
+        logs.event(
+            "kv_cache_reserved",
+            message=f"a chat that names no max_tokens reserves {info.context_length} tokens of the KV cache, which has "
+            f"{info.cache_tokens}, so fewer than --max-batch {most} such chats are decoded together and further "
+            "requests wait; --default-max-tokens bounds them",
+        )
 
 
 def generating(service: Service) -> APIRouter:

@@ -2,7 +2,8 @@
 
 One cache for all allows branches in drafts, and the attention of every row passes over the cells of all sequences. So
 a cache for each is faster where many are decoded together, which docs/research/serving.md measures, and is chosen by
-their number, as far as model, drafter and memory allow it.
+their number, as far as model, drafter and memory allow it. A server's request that names no length reserves the whole
+length of a text. So a cache for all has room for several such texts, where the number of sequences is known.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import llama_cpp as c
 
 from leapahead.core.errors import BadParameter
 from leapahead.models.llama_cpp.context import Model, cache_types, context_size
+from leapahead.models.llama_cpp.file import has_tensor
 from leapahead.models.llama_cpp.log import log
 from leapahead.models.llama_cpp.model import LlamaCppTarget
 from leapahead.models.llama_cpp.options import MOST_SEQUENCES, LlamaCppOptions
@@ -69,7 +71,9 @@ def load(
                 "with branches"
             )
     if not separate:
-        target = LlamaCppTarget(model, options)
+        if (texts := room(model, options, sequences)) > 1:
+            chosen += f"; it has room for {texts} texts of {context_size(model, options)} tokens"
+        target = LlamaCppTarget(model, options, texts=texts)
     else:
         target = SeparateLlamaCppTarget(model, replace(options, n_seq_max=options.n_seq_max or sequences))
     target.has_threads = may_offload(options)
@@ -105,6 +109,21 @@ def against_separate(model: Model, options: LlamaCppOptions, sequences: int, bra
             "n_ctx (--ctx-size) takes less"
         )
     return ""
+
+
+def room(model: Model, options: LlamaCppOptions, sequences: int | None) -> int:
+    """For how many texts of the greatest length one cache of all sequences is made, where the user does not name it.
+
+    Where a model has factors of its rotary positions for short and for long contexts, llama.cpp chooses between them by
+    the size of the cache, which therefore stays the usual one.
+    """
+    named = (options.kv_unified, options.n_ctx, options.n_seq_max) != (None, None, None)
+    if sequences is None or named or model.stateful or may_offload(options):
+        return 1
+    needed = cache_bytes(model, options)  # 0 where the first layer has no attention
+    if not needed or has_tensor(Path(model.path).expanduser(), "rope_factors_long.weight"):
+        return 1
+    return max(1, min(sequences, int(MOST_MEMORY * free_host_bytes() / needed)))
 
 
 def cache_bytes(model: Model, options: LlamaCppOptions) -> int:

@@ -40,6 +40,7 @@ class LlamaCppTarget:
         model: the file, loaded.
         options: of the context.
         name: for reports and messages; by default the file's name.
+        texts: see `Context`.
 
     Raises:
         LeapaheadError: no memory for the context.
@@ -49,9 +50,11 @@ class LlamaCppTarget:
     chains_only = ""  # where drafts have no branches, as messages name it
     has_threads = False  # on a GPU, which a forked process cannot use
 
-    def __init__(self, model: Model, options: LlamaCppOptions | None = None, name: str | None = None) -> None:
+    def __init__(
+        self, model: Model, options: LlamaCppOptions | None = None, name: str | None = None, texts: int = 1
+    ) -> None:
         options = options or LlamaCppOptions()
-        self.model, self.lock, self._sessions = model, RLock(), list[LlamaCppSession]()
+        self.model, self.lock, self._sessions, self._texts = model, RLock(), list[LlamaCppSession](), texts
         self.context = self._make_context(model, options)
         self._cells = Cells(self.context, self.context.n_ctx if options.kept_tokens is None else options.kept_tokens)
         self._checked = NOTHING  # the last capture that was found possible
@@ -66,7 +69,7 @@ class LlamaCppTarget:
             fingerprint=f"llama.cpp {model.fingerprint} {self.context.fingerprint}",
             layers=model.layers,
             hidden_size=model.hidden_size,
-            cache_tokens=self.context.n_ctx,
+            cache_tokens=self.context.n_ctx if model.cells else 0,
             no_drafts=selftest.no_room(self),
             length_option="n_ctx" if self.context.may_grow else "",
             no_trees="n_seq_max=1" if self.context.n_seq_max == 1 and not model.stateful else "",
@@ -80,7 +83,7 @@ class LlamaCppTarget:
             self._chunk = 1
 
     def _make_context(self, model: Model, options: LlamaCppOptions) -> Context:
-        return Context(model, options)
+        return Context(model, options, texts=self._texts)
 
     def _rows(self, sizes: Sequence[int]) -> int:
         """Rows of a forward over so many tokens of each sequence."""

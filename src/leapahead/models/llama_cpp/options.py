@@ -22,7 +22,8 @@ class LlamaCppOptions:
     Attributes:
         n_ctx: cells of the KV cache, shared by all sequences, and so the greatest length of one; of each sequence's
             cache where it has its own. At least 256, and rounded up to a multiple of 256; 0 for the length that the
-            model was trained with; by default the same, but at most 4,096.
+            model was trained with; by default the same, but at most 4,096, and more cells for several texts: see
+            `form`.
         n_batch: greatest number of tokens in one call, all trees of a step together.
         n_ubatch: number of those tokens that are computed at once.
         n_threads: threads for forwards of one token; by default one per physical core.
@@ -44,8 +45,8 @@ class LlamaCppOptions:
             sequences take less time, and drafts have no branches. None chooses by the number of sequences, see `form`.
             In exact mode every sequence has its own in any case, and True is refused.
         kept_tokens: greatest number of tokens of earlier texts whose keys and values are kept in the machine's memory
-            when others need their cells, for prompts that begin with the same tokens; by default `n_ctx`, so that they
-            take no more memory than the KV cache; 0 for none.
+            when others need their cells, for prompts that begin with the same tokens; by default as many as the KV
+            cache has cells; 0 for none.
 
     Raises:
         BadParameter: a value is not possible.
