@@ -33,6 +33,13 @@ TEMPLATE = """{% for tool in tools or [] %}{{ tool | tojson }}
 {% endif %}{% endif %}"""
 
 
+# As of SmolVLM: what a content says is read of its parts.
+PARTS_TEMPLATE = """{% for message in messages %}{{ message['role'] | capitalize }}\
+{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}{% for line in message['content'] %}\
+{% if line['type'] == 'text' %}{{ line['text'] }}{% endif %}{% endfor %}<end_of_utterance>
+{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
+
+
 class Letters:
     """A tokenizer with a token for each character."""
 

@@ -19,8 +19,8 @@ import transformers
 from architectures import ARCHITECTURES, BY_NAME, Architecture
 
 from leapahead import LLM
+from leapahead.chat.template import chat_text
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
-from leapahead.inputs import chat_text
 from leapahead.models import loading
 from leapahead.models.openvino import gguf, store
 from leapahead.models.openvino.compiled import CONTEXT_LENGTH, STATEFUL

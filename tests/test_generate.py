@@ -537,6 +537,19 @@ def test_parts_of_a_content_are_no_python_in_the_prompt(llm: LLM) -> None:
         llm.generate([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], max_new_tokens=4)
 
 
+def test_texts_for_a_template_that_reads_parts_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that a template of texts writes in another way is left as it is."""
+    parts = "{% for m in messages %}{% for p in m.content if p.type == 'text' %}[{{ p.text }}]{% endfor %}{% endfor %}"
+    of_text = "{% for m in messages %}{{ m.content if m.content is not string else m.content | upper }}{% endfor %}"
+    strings_only = "{% for m in messages %}{{ m.content.split('.')[1] }}{% endfor %}"
+    for template, content, text in ((parts, "a.b", "[a.b]"), (of_text, "a.b", "A.B"), (strings_only, "a.b", "b")):
+        monkeypatch.setattr(llm.tokenizer, "chat_template", template)
+        messages = [{"role": "user", "content": content}]
+        expected = llm.tokenizer.encode(text, add_special_tokens=False)
+        assert llm.generate(messages, max_new_tokens=1).prompt_tokens == expected
+        assert messages == [{"role": "user", "content": content}]
+
+
 def test_chat_messages(llm: LLM) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     text = "<system>Be brief.<user>Hi<assistant>"

@@ -22,6 +22,7 @@ from helpers import GREEDY, Oracle, RandomTrees, Scattered, attached, full_text,
 
 from leapahead import LLM, Engine, Request, ties
 from leapahead.bench.prompts import BUNDLED
+from leapahead.chat.template import chat_text
 from leapahead.check import check
 from leapahead.cli import main as cli
 from leapahead.core.errors import BadParameter, CacheFull, ContextOverflow, LeapaheadError, Refused
@@ -29,7 +30,6 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict, verify
-from leapahead.inputs import chat_text
 from leapahead.models import loading
 from leapahead.models.base import ALL, NOTHING, PROMPT_ROWS, TREE, Capture, read_prompt
 

@@ -19,7 +19,8 @@ from leapahead.serve.logprobs import Places, places
 from leapahead.serve.prompts import Texts
 from leapahead.serve.replies import CompletionChoice, CompletionReply
 from leapahead.serve.streaming import TextEvent
-from tests.serving import NO_TLS, Letters, Running, serving, toy_llm
+from leapahead.serve.tokenization import TokenizeMessages
+from tests.serving import NO_TLS, PARTS_TEMPLATE, Letters, Running, serving, toy_llm
 
 PROMPT = "def add(a, b):\n"
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]
@@ -175,6 +176,21 @@ def test_the_roles_and_contents_of_messages(client: openai.OpenAI, llm: LLM, run
     without = running.post("/tokenize", {"messages": parts, "add_generation_prompt": False}).json()
     assert found["tokens"][: without["count"]] == without["tokens"]
     assert without["count"] < found["count"]
+
+
+def test_a_template_that_reads_parts_only_shows_texts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.tokenizer, "chat_template", PARTS_TEMPLATE)
+    texts, system = Texts(llm), {"role": "system", "content": "Be brief."}
+    for content in ("Hello ", [{"type": "text", "text": "Hello "}]):
+        given = TokenizeMessages(messages=cast(Any, [system, {"role": "user", "content": content}]))
+        shown = "System: Be brief.<end_of_utterance>\nUser: Hello <end_of_utterance>\nAssistant:"
+        assert texts.text(texts.chat(given)) == shown
+    continued = TokenizeMessages(
+        messages=cast(Any, [{"role": "assistant", "content": "Once "}]),
+        continue_final_message=True,
+        add_generation_prompt=False,
+    )
+    assert texts.text(texts.chat(continued)) == "Assistant: Once "
 
 
 def test_tokens_behind_a_gap_of_the_ids_are_shown() -> None:

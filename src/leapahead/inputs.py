@@ -10,6 +10,7 @@ from typing import Any, TypedDict, cast
 
 import numpy as np
 
+from leapahead.chat.template import chat_text
 from leapahead.core.bias import LogitBias
 from leapahead.core.errors import BadParameter, ContextOverflow
 from leapahead.core.grammar import CompiledGrammar
@@ -267,42 +268,6 @@ def encode(
         counts = f"{len(tokens)} tokens and the context of {info.name} {most + (info.decoder is None)}"
         raise ContextOverflow(f"the prompt has {counts}; {remedy}")
     return tokens
-
-
-def chat_text(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Tokenizer | None,
-    add_generation_prompt: bool = True,
-    variables: Mapping[str, Any] | None = None,
-) -> str:
-    """The text of a chat by the tokenizer's template. See `encode`.
-
-    Raises:
-        BadParameter: there is no template, or it does not take these messages.
-    """
-    if tokenizer is None:
-        raise BadParameter("chat messages need a tokenizer; pass tokenizer=..., or a list of token ids")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise BadParameter(f'a chat message is {{"role": "user", "content": "..."}}, got {message!r}')
-    conversation = [dict(message) for message in messages]
-    try:
-        text = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **(variables or {})
-        )
-    except ImportError as error:  # Transformers needs a recent jinja2
-        raise BadParameter(f"chat templates cannot be used: {error}") from None
-    except Exception as error:  # a template is somebody's program, and may raise anything
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise BadParameter(
-                "the tokenizer has no chat template; give the prompt as text (`leapahead generate` without --chat), or "
-                "set tokenizer.chat_template"
-            ) from None
-        raise BadParameter(f"the chat template does not take these messages: {error}") from None
-    lists = [each["content"] for each in conversation if isinstance(each["content"], list)]
-    if any(isinstance(part, Mapping) and str(part) in text for parts in lists for part in parts):
-        raise BadParameter("the chat template takes no lists of parts; give the content of each message as text")
-    return text
 
 
 def is_single(prompt: Any) -> bool:

@@ -4,7 +4,7 @@
     tools, tool_choice ──> tool_grammar ──> Grammar              what a model must write to call a tool
     a JSON schema ──> json_grammar ──> Grammar                   JSON, also behind reasoning
 
-Pure functions and objects over text: no model, no server, no tokenizer but for the ids of special tokens.
+Pure functions and objects over text: no model, no server, and of tokenizers only special tokens and chat templates.
 """
 
 from leapahead.chat.formats import (

@@ -10,10 +10,11 @@ from itertools import product
 from typing import Any, TypeVar, cast
 
 from leapahead.api import LLM
+from leapahead.chat.template import chat_text
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.text import id_bound
 from leapahead.core.token_bytes import token_bytes
-from leapahead.inputs import Prompt, chat_text, encode
+from leapahead.inputs import Prompt, encode
 from leapahead.serve.errors import ApiError, of
 from leapahead.serve.messages import AssistantMessage, Message, ToolMessage, joined, json_object
 from leapahead.serve.schema import ChatRequest
