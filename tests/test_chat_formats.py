@@ -28,6 +28,7 @@ from leapahead.chat import (
     tool_format,
     tool_grammar,
 )
+from leapahead.chat.tool_grammar import enforceable
 from leapahead.core.errors import BadParameter
 from leapahead.grammar import Grammars
 from leapahead.models.toy import ToyTarget
@@ -336,6 +337,8 @@ VALUES_OF_SCHEMAS: Sequence[tuple[Any, str, bool]] = [
     ({"type": "string", "pattern": r"[0-9]{2}|\$"}, "a1b", False),
     ({"type": "string", "pattern": "^(a|b)[/|]"}, "b/ and more", True),
     ({"type": "string", "pattern": "^(a|b)[/|]"}, "cb/", False),
+    ({"type": "string", "pattern": "^(?!x)y", "maxLength": 2}, "yz", True),  # which no grammar can enforce
+    ({"type": "string", "pattern": "^(?!x)y", "maxLength": 2}, "xyz", False),
     ({"type": "string", "format": "uri"}, "anything", True),
     ({"enum": ["a", 1, None]}, "a", True),
     ({"enum": ["a", 1, None]}, "null", True),
@@ -369,6 +372,21 @@ def test_the_value_of_a_parameter(marked: Any, schema: Any, text: str, expected:
     if expected and "properties" not in str(schema):
         (found,) = parse(call("f", a=text), QWEN, functions=[tool]).tool_calls
         jsonschema.validate(json.loads(found.function.arguments), parameters)
+
+
+def test_patterns_that_no_grammar_can_enforce() -> None:
+    for pattern in ("(?!x)y", "x(?=y)", "(?<=x)y", "(?<!x)y", r"(a)\1", r"(?<n>a)\k<n>", r"\bx\B"):
+        assert enforceable({"type": "string", "pattern": pattern, "minLength": 2}) == {"type": "string", "minLength": 2}
+        rest: Any = {"type": "object", "properties": {"x": True}}
+        assert enforceable({**rest, "patternProperties": {pattern: {}, "z": {}}, "additionalProperties": False}) == rest
+        kept = {"const": {"pattern": pattern}, "properties": {"pattern": {"enum": [{"pattern": pattern}]}}}
+        assert enforceable({"$defs": {"const": {"pattern": pattern}}, "anyOf": [kept]}) == {
+            "$defs": {"const": {}},
+            "anyOf": [kept],
+        }
+    for pattern in (r"\(?=x", "[(?=]x", r"[]\]\b(?!]x", r"\\bx", "(?:x)(?i)", "x?", r"\d\.\0"):
+        schema = {"items": [{"pattern": pattern}], "patternProperties": {pattern: {"pattern": "x"}}}
+        assert enforceable(schema) == schema
 
 
 def test_parameters_that_are_left_out_or_not_in_the_schema(marked: Any) -> None:

@@ -435,6 +435,23 @@ def test_what_is_refused(running: Running, body: dict[str, Any], param: str, wor
 
 
 @pytest.mark.slow
+def test_patterns_that_no_grammar_can_enforce(running: Running) -> None:
+    """As Zod's of an e-mail address; a tool is refused for them with strict=true only."""
+    city = {"type": "string", "pattern": "^(?!\\.)(?!.*\\.\\.)[a-z.]*@[a-z]+$", "maxLength": 8}
+    schema = {**PARAMETERS, "properties": {**PARAMETERS["properties"], "city": city}}  # type: ignore[dict-item]
+    for choice in ("auto", "required"):
+        for strict, status in ((False, 200), (True, 400)):
+            tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
+            body = {"messages": MESSAGES, "tools": [tool], "tool_choice": choice, "max_tokens": 40}
+            found = running.post(CHAT, body)
+            assert found.status_code == status, found.text
+            if status == 400:
+                check(found, 400, "tools", "look-around")
+            elif choice == "required":
+                (call,) = found.json()["choices"][0]["message"]["tool_calls"][:1]
+                assert len(json.loads(call["function"]["arguments"])["city"]) <= 8
+
+
 def test_models_without_tools() -> None:
     with serving(LLM()) as plain:
         for choice in ("auto", "none", "required"):

@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from leapahead.chat.formats import ReasoningFormat, ToolFormat
 from leapahead.chat.markers import special_token
-from leapahead.chat.text_grammar import json_part, text_arguments
+from leapahead.chat.text_grammar import DEFINITIONS, json_part, text_arguments
 from leapahead.chat.tools import Tool, ToolChoice
 from leapahead.core.errors import BadParameter
 from leapahead.core.text import Tokenizer
@@ -24,6 +25,14 @@ from leapahead.grammar import Grammar
 from leapahead.grammar.definition import literal
 
 MOST_CALLS = 16  # of one text, where several are allowed
+# In a regular expression, what no grammar can enforce, as a group; and escapes and classes, which may look like it.
+BEYOND = re.compile(r"(\\[1-9bBk]|\(\?<?[=!])|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+BY_NAME = (
+    "properties",
+    "patternProperties",
+    *DEFINITIONS,
+)  # keywords whose values are schemas by name
+VALUES = ("enum", "const", "default", "examples")  # keywords whose values are no schemas
 
 
 def tool_grammar(
@@ -129,6 +138,8 @@ def _call(tool: Tool, rule: str, format: ToolFormat, tokenizer: Tokenizer) -> li
     """The rules of a call of this tool, behind the opening marker."""
     before, after = (_marked(tokenizer, format, text.replace("%s", tool.name)) for text in format.call)
     try:
+        if not tool.strict:
+            tool = replace(tool, parameters=enforceable(tool.parameters))
         if format.style == "xml":
             return [f"{rule}: {before} {rule}_arguments {after}", *text_arguments(tool, f"{rule}_arguments")]
         return [f"{rule}: {before} {json_part(tool.parameters, tool.strict)} {after}"]
@@ -136,6 +147,29 @@ def _call(tool: Tool, rule: str, format: ToolFormat, tokenizer: Tokenizer) -> li
         raise
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise BadParameter(f"the parameters of the tool {tool.name!r} are not JSON, or no schema: {error}") from None
+
+
+def enforceable(schema: Any) -> Any:
+    """A JSON schema without the patterns that no grammar can enforce, such as Zod's of e-mail addresses."""
+    if isinstance(schema, list):
+        return [enforceable(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    left_out = {"pattern"} if _is_beyond(schema.get("pattern")) else set()
+    if any(map(_is_beyond, schema.get("patternProperties") or ())):
+        left_out |= {"patternProperties", "additionalProperties"}  # which would refuse what the former allow
+    found = {}
+    for key, each in schema.items():
+        if key in BY_NAME and isinstance(each, Mapping):
+            found[key] = {name: enforceable(one) for name, one in each.items()}
+        else:
+            found[key] = each if key in VALUES else enforceable(each)
+    return {key: each for key, each in found.items() if key not in left_out}
+
+
+def _is_beyond(pattern: Any) -> bool:
+    """Whether a regular expression has look-around, a reference to a group or a boundary of words."""
+    return isinstance(pattern, str) and any(BEYOND.findall(pattern))
 
 
 def _until(tokenizer: Tokenizer, name: str, marker: str) -> list[str]:

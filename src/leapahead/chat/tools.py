@@ -22,7 +22,8 @@ class Tool:
         description: for the model.
         parameters: the JSON schema of its arguments; without one there are none, as OpenAI says.
         strict: whether a schema with keywords that no grammar can enforce is refused. Else these do not hold, as
-            clients expect whose schemas are made from types (such as `propertyNames` of Zod's records).
+            clients expect whose schemas are made from types (such as `propertyNames` of Zod's records, and look-around
+            in its patterns).
     """
 
     name: str
