@@ -359,6 +359,7 @@ VALUES_OF_SCHEMAS: Sequence[tuple[Any, str, bool]] = [
     ({}, "any {text", True),
     (True, "any {text", True),
     ({"$ref": "#/properties/a"}, "a schema that refers to itself", True),
+    ({"$ref": "#/properties/b/anyOf/7"}, "a schema that refers to nothing", True),
 ]
 
 
@@ -387,6 +388,37 @@ def test_patterns_that_no_grammar_can_enforce() -> None:
     for pattern in (r"\(?=x", "[(?=]x", r"[]\]\b(?!]x", r"\\bx", "(?:x)(?i)", "x?", r"\d\.\0"):
         schema = {"items": [{"pattern": pattern}], "patternProperties": {pattern: {"pattern": "x"}}}
         assert enforceable(schema) == schema
+
+
+def test_parameters_that_refer_to_parts_of_others(marked: Any) -> None:
+    pytest.importorskip("llguidance")
+    place = PARAMETERS["$defs"]["Place"]
+    properties: Any = {
+        "add": {"type": "array", "items": place},
+        "first": {"anyOf": [place, {"type": "null"}]},
+        "remove": {"type": "array", "items": {"$ref": "#/properties/add/items"}},
+        "second": {"$ref": "#/properties/first/anyOf/0"},
+        "tree": {"type": "array", "items": {"$ref": "#"}},
+        "chain": {"type": "array", "items": {"$ref": "#/$defs/Again"}},
+    }
+    definitions = {"Again": {"$ref": "#/properties/second"}, "root": {"type": "null"}}
+    parameters = {"$id": "https://example.org/f", "type": "object", "properties": properties, "$defs": definitions}
+    for name, text, expected in (
+        ("remove", '[{"x": 1}]', True),
+        ("remove", '[{"x": "1"}]', False),
+        ("second", '{"x": 1}', True),
+        ("second", '{"x": "1"}', False),
+        ("tree", '[{"remove": [{"x": 1}]}]', True),
+        ("tree", '[{"remove": [{"x": "1"}]}]', False),
+        ("chain", '[{"x": 1}]', True),
+        ("chain", '[{"x": "1"}]', False),
+    ):
+        tool = Tool("f", parameters=parameters)
+        grammar = tool_grammar([tool], ToolChoice("required"), QWEN, marked)
+        assert admits(marked, grammar, call("f", **{name: text})) is expected, (name, text)
+        if expected:
+            (found,) = parse(call("f", **{name: text}), QWEN, functions=[tool]).tool_calls
+            assert json.loads(found.function.arguments) == {name: json.loads(text)}
 
 
 def test_parameters_that_are_left_out_or_not_in_the_schema(marked: Any) -> None:

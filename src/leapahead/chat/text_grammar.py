@@ -28,6 +28,8 @@ COMBINATIONS = ("anyOf", "oneOf", "allOf", "not", "if", "$ref", "enum", "const")
 OF_OBJECTS = ("patternProperties", "propertyNames", "minProperties", "maxProperties")
 DEPENDENCIES = ("dependentRequired", "dependentSchemas", "dependencies")
 DEFINITIONS = ("$defs", "definitions")
+LOCAL = re.compile(r'"\$ref": "#(?=["/])')  # a reference within a schema, as JSON
+ELSEWHERE = re.compile(rf"{LOCAL.pattern}(?!/(\$defs|definitions)/)")  # and not to a definition
 
 
 def json_part(schema: Mapping[str, Any], strict: bool = True) -> str:
@@ -100,8 +102,13 @@ def _shown(value: Any) -> str:
 
 
 def _json(schema: Mapping[str, Any], root: Mapping[str, Any], strict: bool) -> str:
+    """JSON of a parameter. What it refers to is part of its grammar: definitions, or else the schema of the tool."""
     refers = '"$ref"' in json.dumps(schema)
-    return json_part({**{key: root[key] for key in DEFINITIONS if refers and key in root}, **schema}, strict)
+    given = {**{key: root[key] for key in DEFINITIONS if refers and key in root}, **schema}
+    if ELSEWHERE.search(json.dumps(given)):
+        whole = {key: each for key, each in root.items() if key != "$id"}  # to which its references would be relative
+        given = json.loads(LOCAL.sub('"$ref": "#/$defs/root', json.dumps({**schema, "$defs": {"root": whole}})))
+    return json_part(given, strict)
 
 
 def _text(schema: Mapping[str, Any]) -> str:

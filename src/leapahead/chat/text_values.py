@@ -39,6 +39,8 @@ def _at(pointer: str, root: Mapping[str, Any]) -> Any:
     """What a JSON pointer "#/..." names; None if there is nothing."""
     found: Any = root
     for part in pointer.removeprefix("#").split("/")[1:]:
+        if isinstance(found, list):
+            found = {str(index): each for index, each in enumerate(found)}
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
     return found
 
