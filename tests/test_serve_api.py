@@ -184,13 +184,13 @@ def test_a_template_that_reads_parts_only_shows_texts(llm: LLM, monkeypatch: pyt
     for content in ("Hello ", [{"type": "text", "text": "Hello "}]):
         given = TokenizeMessages(messages=cast(Any, [system, {"role": "user", "content": content}]))
         shown = "System: Be brief.<end_of_utterance>\nUser: Hello <end_of_utterance>\nAssistant:"
-        assert texts.text(texts.chat(given)) == shown
+        assert texts.text(texts.chat_of_any_length(given)) == shown
     continued = TokenizeMessages(
         messages=cast(Any, [{"role": "assistant", "content": "Once "}]),
         continue_final_message=True,
         add_generation_prompt=False,
     )
-    assert texts.text(texts.chat(continued)) == "Assistant: Once "
+    assert texts.text(texts.chat_of_any_length(continued)) == "Assistant: Once "
 
 
 def test_tokens_behind_a_gap_of_the_ids_are_shown() -> None:

@@ -146,6 +146,18 @@ def test_bad_values_are_named(running: Running, path: str, body: Any, param: str
     check(running.post(path, body), 400, param, words)
 
 
+def test_chats_that_are_too_long_are_counted(running: Running) -> None:
+    """Clients shorten them by their number of tokens. 500 are the server's limit, 1024 the model's context."""
+    for length in (600, 2000):
+        messages = [{"role": "user", "content": "a" * length}]
+        check(running.post(CHAT, {"messages": messages}), 400, "messages")
+        found = running.post("/tokenize", {"messages": messages}).json()
+        assert found["count"] == len(found["tokens"]) > length
+        assert found["max_model_len"] == 1024
+        counted = running.post("/v1/messages/count_tokens", {"model": "tiny", "messages": messages}).json()
+        assert counted["input_tokens"] == found["count"]
+
+
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
 def test_parts_that_are_no_text_are_refused_by_name(running: Running, kind: str) -> None:
     content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "data:,"}}]

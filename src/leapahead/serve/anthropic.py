@@ -74,7 +74,7 @@ async def count(service: Service, body: CountTokensRequest) -> TokenCount:
     with of_chat(NAMES):
         given = body.chat()
         service.formats.available(given)
-        return TokenCount(input_tokens=len(await asyncio.to_thread(service.texts.chat, given)))
+        return TokenCount(input_tokens=len(await asyncio.to_thread(service.texts.chat_of_any_length, given)))
 
 
 def written(event: MessageEvent) -> str:

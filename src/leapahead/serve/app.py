@@ -273,7 +273,7 @@ def tokenizing(service: Service) -> APIRouter:
         def ids() -> list[int]:
             if isinstance(body, TokenizeMessages):
                 service.formats.check(body.tools)
-                return texts.chat(body)
+                return texts.chat_of_any_length(body)
             return texts.ids(body.prompt, body.add_special_tokens)
 
         found = await asyncio.to_thread(ids)

@@ -53,11 +53,19 @@ class Texts:
         each: Sequence[Any] = [given] if single else given
         return [self._prompt(prompt, add_special_tokens, last) for prompt in each]
 
-    def chat(self, body: ChatRequest | TokenizeMessages, last: int | None = None) -> list[int]:
+    def chat(self, body: ChatRequest, last: int | None = None) -> list[int]:
         """The token ids of a chat, by the tokenizer's chat template; see `prompts`.
 
         Raises:
             ApiError: there is no template, it does not take these messages, or the chat is too long.
+        """
+        return self._limited("messages", self.chat_of_any_length(body), last)
+
+    def chat_of_any_length(self, body: ChatRequest | TokenizeMessages) -> list[int]:
+        """The token ids of a chat, which may be longer than the context: clients count them to know that.
+
+        Raises:
+            ApiError: there is no template, or it does not take these messages.
         """
         effort = body.reasoning_effort
         variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
@@ -72,7 +80,7 @@ class Texts:
         text = _about("messages", lambda: self._chat_text(messages, body.add_generation_prompt, variables))
         if body.continue_final_message:
             text = left_open(text, final)
-        return self._limited("messages", self.ids(text, body.add_special_tokens), last)
+        return self.ids(text, body.add_special_tokens)
 
     def _chat_text(self, messages: Sequence[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         """The text of a chat. Messages with tool calls are given in the ways that templates expect, one after another.
