@@ -11,6 +11,7 @@ from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 import httpx
+import numpy as np
 import openai
 
 from leapahead import LLM
@@ -69,12 +70,17 @@ class SlowToy(ToyTarget):
     Args:
         seconds: of each.
         fail: forwards raise this, where it is set.
+        nan: whether the logits are NaN.
     """
 
     def __init__(self, seconds: float = 0.0, **options: Any) -> None:
         super().__init__(**{"vocab_size": len(ALPHABET), "order": 2, "context_length": 1024, **options})
         self.seconds = seconds
         self.fail: Exception | None = None
+        self.nan = False
+
+    def logits(self, *given: Any) -> Any:
+        return super().logits(*given) * (np.nan if self.nan else 1)
 
     def step(self, *given: Any, **options: Any) -> Any:
         time.sleep(self.seconds)

@@ -802,8 +802,15 @@ def test_logits_without_a_choice_are_reported(bad: float, given_params: dict[str
 
 
 def test_banning_every_token_is_reported_by_the_engine() -> None:
-    with pytest.raises(BadLogits, match="position 5"):
-        run(ToyTarget(vocab_size=4), params=SamplingParams(bad_words=((0,), (1,), (2,), (3,))))
+    class Broken(ToyTarget):
+        def logits(self, *given: Any) -> Any:
+            return super().logits(*given) * math.nan
+
+    params = SamplingParams(bad_words=((0,), (1,), (2,), (3,)))
+    for target, banned in ((ToyTarget(vocab_size=4), True), (Broken(vocab_size=4), False)):
+        with pytest.raises(BadLogits, match="position 5") as caught:
+            run(target, params=params)
+        assert caught.value.banned is banned
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -417,18 +417,9 @@ def test_a_fault_of_the_engine(running: Running) -> None:
     try:
         found = running.post(COMPLETIONS, {"prompt": "abc"})
         streamed = running.post(COMPLETIONS, {"prompt": "abc", "stream": True})
-        target.fail = BadLogits("the logits of position 3 are NaN")
-        bad = running.post(CHAT, {"messages": USER})
     finally:
         target.fail = None
-    for each in (found, bad):
-        check(each, 500, None, "its log")
-    target.fail = BadLogits("all tokens are banned")
-    try:
-        for given, param in (({"bad_words": ["a"]}, "bad_words"), ({"logit_bias": {"5": -100}}, "logit_bias")):
-            check(running.post(COMPLETIONS, {"prompt": "a", **given}), 400, param, f"{param} leave no token")
-    finally:
-        target.fail = None
+    check(found, 500, None, "its log")
     assert "secret" not in found.text + streamed.text
     assert streamed.status_code == 200
     *_, error, done = [line for line in streamed.text.splitlines() if line]
@@ -440,6 +431,25 @@ def test_a_fault_of_the_engine(running: Running) -> None:
             list(running.client().completions.create(model="tiny", prompt="a", stream=True))
     finally:
         target.fail = None
+
+
+def test_logits_without_a_choice(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """NaN of the model is a fault of the server, whatever the request bans; every token banned is one of the client."""
+    target, bans = running.llm.target, ({"bad_words": ["a"]}, {"logit_bias": {"5": -100}})
+    assert isinstance(target, SlowToy)
+    try:
+        target.fail = BadLogits("all tokens are banned")
+        target.fail.banned = True
+        for given in bans:
+            (param,) = given
+            check(running.post(COMPLETIONS, {"prompt": "a", **given}), 400, param, f"{param} leave no token")
+        target.fail, target.nan = None, True
+        with caplog.at_level("ERROR"):
+            for given in ({}, *bans):
+                check(running.post(COMPLETIONS, {"prompt": "a", **given}), 500, None, "its log")
+    finally:
+        target.fail, target.nan = None, False
+    assert ["position 1 are NaN" in str(record.exc_info) for record in caplog.records] == [True] * 3
 
 
 @pytest.mark.slow

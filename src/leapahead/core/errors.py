@@ -33,7 +33,13 @@ class CacheFull(LeapaheadError):
 
 
 class BadLogits(LeapaheadError, ArithmeticError):
-    """Logits from which no token can be chosen: NaN, +inf, or every token banned."""
+    """Logits from which no token can be chosen: NaN, +inf, or every token banned.
+
+    Attributes:
+        banned: whether the model's own logits are numbers, so that parameters have banned every token.
+    """
+
+    banned = False
 
 
 class DraftError(LeapaheadError):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from array_api_compat import is_torch_array
 
-from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError, Refused
 from leapahead.core.filters import largest_at
 from leapahead.core.sampling import Array, Sampler, checked
 from leapahead.core.tree import IntArray, TokenTree
@@ -207,7 +207,11 @@ class Choices(Rows):
             raise error
         if (grammar := self._sampler.grammar) is not None and grammar.problem:
             raise BadParameter(grammar.problem)
-        checked([-1], f"position {self._length + self.tree.depth_list[node]}")
+        try:
+            checked([-1], f"position {self._length + self.tree.depth_list[node]}")
+        except BadLogits as found:
+            found.banned = bool(np.isfinite(_host(self._live()[node - self.num_computed]).max()))
+            raise
 
     def probabilities(self, nodes: Sequence[int] | IntArray) -> FloatArray:
         """float64 [len(nodes), vocab] on the host: what the sampler draws from after each node, all filters applied.

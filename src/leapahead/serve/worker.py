@@ -347,7 +347,7 @@ class Worker:
         except BadParameter as error:  # a grammar that became too complex
             raise ApiError(400, str(error), batch.job.form, "invalid_value") from error
         except BadLogits as error:
-            if not (banning := batch.job.banning):
+            if not (error.banned and (banning := batch.job.banning)):
                 raise  # of the model itself
             message = f"{' and '.join(banning)} leave no token that can follow in a text; allow more"
             raise ApiError(400, message, banning[0], "invalid_value") from error
