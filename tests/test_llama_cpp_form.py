@@ -200,6 +200,25 @@ def test_texts_of_the_greatest_length_are_decoded_together(name: str) -> None:
         assert [len(prompt) + len(new) for prompt, new in zip(prompts, found, strict=True)] == [length] * 3
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_draft_model_has_room_for_all_texts_of_its_target(name: str) -> None:
+    """In its one cache, also where its positions are learned; they bound the length of each text, as before."""
+    path = gguf_models.llama() if name == "llama" else gguf_architectures.BY_NAME[name].path()
+    drafts: dict[str, Any] = {"drafter": "draft_model", "draft": path, "nodes": 3, "depth": 3, "chain": True}
+    with LLM(path, max_batch=MANY, **drafts, **SMALL) as llm:
+        assert isinstance(llm.target, SeparateLlamaCppTarget)
+        prompts = [[3 + (7 * text + each) % 50 for each in range(60)] for text in range(MANY)]
+        for _ in range(2):
+            for result in llm.generate(prompts, max_new_tokens=12, ignore_eos=True):
+                assert "stopped" not in result.stats.drafter["draft"]
+                assert result.stats.accepted > 0
+        drafter: Any
+        for drafter in (llm.drafter, llm.engine.drafter("draft_model", draft=str(path))):
+            (model,) = drafter.draft_forwards.models
+            info = model.target.info
+            assert (info.context_length, info.cache_tokens >= llm.target.info.cache_tokens) == (256, True)
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs a command on a small file with many sequences; returns the form of its KV cache, and standard error."""

@@ -31,7 +31,7 @@ from leapahead.inputs import (
     is_single,
     seeds,
 )
-from leapahead.models import loading
+from leapahead.models import loading, origin
 from leapahead.option_names import check_names, check_spelling
 from leapahead.progress import Told, shown
 from leapahead.results import Piece, Result, Writer
@@ -134,7 +134,8 @@ class LLM:
         self.target, self.tokenizer, self.eos_token_ids = loaded.target, loaded.tokenizer, loaded.eos_token_ids
         self.engine = Engine(self.target, tokenizer=self.tokenizer, max_batch=together, prefill_chunk=prefill_chunk)
         if draft is not None:
-            self._networks["draft"] = given(draft, trust_remote_code=trust_remote_code, **backend)
+            cells = origin.of(self.target).get("cells", 0)
+            self._networks["draft"] = given(draft, trust_remote_code=trust_remote_code, cells=cells, **backend)
         self.drafter = self.engine.drafter(drafter, **options, **self._networks)
         self.drafter_name = self.drafter.name
         self.inputs = Inputs(self.target.info, self.tokenizer, self.eos_token_ids)

@@ -293,6 +293,7 @@ def load(
     device: str = "auto",
     engine: str = "auto",
     trust_remote_code: bool = False,
+    cells: int = 0,
     **options: Any,
 ) -> DraftModel:
     """Loads a draft model by name, folder or file, as `loading.load` does.
@@ -301,6 +302,7 @@ def load(
         dtype: of a model of Transformers; the others have one of their own.
         engine: "openvino" for that one, whatever the draft model is; others compute what they are made for.
         trust_remote_code: whether Python code that comes with the model may run.
+        cells: of the KV cache of a GGUF file, whose target has so many for all texts together; 0 for `n_ctx`.
         options: of the target's engine; those of the draft model's are used.
 
     Raises:
@@ -309,13 +311,10 @@ def load(
     path = loading.bundled("tiny-draft") if name == BUNDLED else name
     _check_memory(path)
     kind = loading.engine_of(path, engine if engine == "openvino" else "auto")
-    own = {name: value for name, value in options.items() if name in loading.OPTIONS_OF[kind]}
-    own["trust_remote_code"] = trust_remote_code
-    for each in (loading.DEVICES, "kv_unified"):  # it drafts on one of them, and in a cache as it needs it
-        own.pop(each, None)
-    if kind == "transformers":
-        own["dtype"] = dtype
-    return DraftModel.of(loading.load(path, engine=kind, device=device, **own))
+    left_out = (loading.DEVICES, "kv_unified")  # it drafts on one of them, and in a cache as it needs it
+    own = {name: options[name] for name in loading.OPTIONS_OF[kind] if name in options and name not in left_out}
+    own |= {"dtype": dtype if kind == "transformers" else "auto", "trust_remote_code": trust_remote_code}
+    return DraftModel.of(loading.load(path, engine=kind, device=device, cells=cells, **own))
 
 
 def made_of(target: Target | None, draft: str) -> DraftModel:

@@ -68,6 +68,7 @@ def load(
     exact: bool = False,
     sequences: int | None = None,
     branching: str = "",
+    cells: int = 0,
     **options: Any,
 ) -> Loaded:
     """Loads a target.
@@ -83,7 +84,7 @@ def load(
         trust_remote_code: whether Python code that comes with the model may run.
         cache_tokens: of the KV cache, see `TransformersTarget`; not of a GGUF file's, which has `n_ctx` tokens.
         exact: whether a token's logits must be the same bits with every draft, batch and schedule.
-        sequences, branching: see `llama_cpp.form.load`.
+        sequences, branching, cells: see `llama_cpp.form.load`.
         options: of the engine: for llama.cpp see `LlamaCppOptions`, for OpenVINO `OpenVinoOptions`, and `weights`, the
             type that a folder of Transformers is exported with: f32, bf16 (by default), int8 or int4. For Transformers
             `devices`: over which the branches of every tree are divided, each with the whole model: "cuda:0,cuda:1", a
@@ -101,7 +102,10 @@ def load(
     place = {"engine": engine, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code, **options}
     _refuse_options(kind, model, options, cache_tokens)
     if kind == "llama.cpp":
-        target, gguf_tokenizer = _gguf(model, dtype, device, exact, sequences, branching, options)
+        cache = {"sequences": sequences, "branching": branching, "cells": cells}
+        target, gguf_tokenizer = _gguf(model, dtype, device, exact, cache, options)
+        if target.info.cache_tokens > target.info.context_length:
+            place["cells"] = target.info.cache_tokens  # of all its texts, for a draft model that has one cache
         found, ends = gguf_tokenizer, gguf_tokenizer.end_token_ids
     elif kind == "openvino":
         target, found, ends = _openvino(
@@ -115,13 +119,8 @@ def load(
         target = model
     else:
         names = options.pop(DEVICES, None)
-        given = {
-            "dtype": dtype,
-            "trust_remote_code": trust_remote_code,
-            "cache_tokens": cache_tokens,
-            "exact": exact,
-            **options,
-        }
+        given = {"dtype": dtype, "trust_remote_code": trust_remote_code, "cache_tokens": cache_tokens, "exact": exact}
+        given |= options
         name = str(BUNDLED if model is None else model)
         load_on = partial(_pretrained().load, model or bundled(), name=name, with_tokenizer=tokenizer is None, **given)
         if names is None:
@@ -317,13 +316,7 @@ def _is_module(model: object) -> bool:
 
 
 def _gguf(
-    path: str | Path,
-    dtype: str,
-    device: str,
-    exact: bool,
-    sequences: int | None,
-    branching: str,
-    options: dict[str, Any],
+    path: str | Path, dtype: str, device: str, exact: bool, cache: dict[str, Any], options: dict[str, Any]
 ) -> Any:
     check_place(path)  # before what is not installed
     with needing("a GGUF file", "llama-cpp", "llama_cpp"):
@@ -338,7 +331,7 @@ def _gguf(
     settings = LlamaCppOptions(**options)
     if exact:
         return model.load(path, settings, exact_mode.ExactLlamaCppTarget)
-    return form.load(path, settings, sequences, branching)
+    return form.load(path, settings, **cache)
 
 
 def _openvino(

@@ -163,7 +163,7 @@ class Context:
         model: the file.
         options: of the cache and the forwards.
         beyond: where given, every sequence has `n_ctx` cells of its own, and so many more for rows behind its end.
-        texts: of `n_ctx` tokens, for which a cache of all sequences has room.
+        cells: where given, all sequences share at least so many, and each is no longer than `n_ctx`.
 
     Raises:
         BadParameter: the options do not fit together.
@@ -171,13 +171,14 @@ class Context:
         Refused: the model has no cache.
     """
 
-    def __init__(self, model: Model, options: LlamaCppOptions, beyond: int = 0, texts: int = 1) -> None:
+    def __init__(self, model: Model, options: LlamaCppOptions, beyond: int = 0, cells: int = 0) -> None:
         if options.kv_unified is False and not beyond:
             raise BadParameter("kv_unified=False needs the target of `separate`; load the file with leapahead.LLM(...)")
         self.model = model
         types = cache_types(model, options)
         params = _context_params(model, options, types)
         wanted = params.n_ctx
+        params.n_ctx = max(wanted, cells)
         if beyond:
             params.kv_unified = False
             if (cells := (wanted + beyond) * params.n_seq_max) > MOST:
@@ -186,8 +187,6 @@ class Context:
                     f"more than {MOST}; give a smaller one"
                 )
             params.n_ctx = cells
-        else:
-            params.n_ctx = wanted * texts
         with log.watched():
             self.pointer = c.llama_init_from_model(model.pointer, params)
             self._free = weakref.finalize(self, c.llama_free, self.pointer)
@@ -210,7 +209,7 @@ class Context:
         self.n_step: int = c.llama_n_ubatch(self.pointer) if self.windowed else self.n_batch
         # A context that is longer than what the model was trained with is the user's to choose, as in llama.cpp.
         limited = model.learned_positions or not options.n_ctx
-        longest = wanted if beyond or texts > 1 else self.n_ctx
+        longest = wanted if beyond or cells else self.n_ctx
         trained = model.n_ctx_train - (beyond if model.learned_positions else 0)
         self.longest = min(longest, trained) if limited and model.n_ctx_train else longest
         self.may_grow = not (model.learned_positions and self.longest == trained)

@@ -31,7 +31,7 @@ VALUE_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
 
 
 def load(
-    path: str | Path, options: LlamaCppOptions, sequences: int | None = None, branching: str = ""
+    path: str | Path, options: LlamaCppOptions, sequences: int | None = None, branching: str = "", cells: int = 0
 ) -> tuple[LlamaCppTarget, GgufTokenizer]:
     """Loads a GGUF file with the form of the KV cache that is named, or else with the one that is chosen here.
 
@@ -40,6 +40,7 @@ def load(
         options: how; `kv_unified` names the form.
         sequences: greatest number that is decoded together; None where it is not known.
         branching: name of the drafter, if it needs branches in its drafts.
+        cells: of one KV cache for all sequences, see `LlamaCppTarget`.
 
     Returns:
         The target, whose `TargetInfo.kv_cache` tells what was chosen and why, and the tokenizer that the file holds.
@@ -71,9 +72,10 @@ def load(
                 "with branches"
             )
     if not separate:
-        if (texts := room(model, options, sequences)) > 1:
+        if not cells and (texts := room(model, options, sequences)) > 1:
+            cells = texts * context_size(model, options)
             chosen += f"; it has room for {texts} texts of {context_size(model, options)} tokens"
-        target = LlamaCppTarget(model, options, texts=texts)
+        target = LlamaCppTarget(model, options, cells=cells)
     else:
         target = SeparateLlamaCppTarget(model, replace(options, n_seq_max=options.n_seq_max or sequences))
     target.has_threads = may_offload(options)

@@ -40,7 +40,7 @@ class LlamaCppTarget:
         model: the file, loaded.
         options: of the context.
         name: for reports and messages; by default the file's name.
-        texts: see `Context`.
+        cells: of one KV cache for all sequences, of which `n_ctx` bounds the length of each then; 0 for `n_ctx`.
 
     Raises:
         LeapaheadError: no memory for the context.
@@ -51,10 +51,10 @@ class LlamaCppTarget:
     has_threads = False  # on a GPU, which a forked process cannot use
 
     def __init__(
-        self, model: Model, options: LlamaCppOptions | None = None, name: str | None = None, texts: int = 1
+        self, model: Model, options: LlamaCppOptions | None = None, name: str | None = None, cells: int = 0
     ) -> None:
-        options = options or LlamaCppOptions()
-        self.model, self.lock, self._sessions, self._texts = model, RLock(), list[LlamaCppSession](), texts
+        options, self._shared = options or LlamaCppOptions(), cells
+        self.model, self.lock, self._sessions = model, RLock(), list[LlamaCppSession]()
         self.context = self._make_context(model, options)
         self._cells = Cells(self.context, self.context.n_ctx if options.kept_tokens is None else options.kept_tokens)
         self._checked = NOTHING  # the last capture that was found possible
@@ -83,7 +83,7 @@ class LlamaCppTarget:
             self._chunk = 1
 
     def _make_context(self, model: Model, options: LlamaCppOptions) -> Context:
-        return Context(model, options, texts=self._texts)
+        return Context(model, options, cells=self._shared)
 
     def _rows(self, sizes: Sequence[int]) -> int:
         """Rows of a forward over so many tokens of each sequence."""
