@@ -12,7 +12,7 @@ from architectures import BY_NAME
 from helpers import GREEDY, FixedLatency, Run, assert_same_text, run
 
 from leapahead import Engine, Request
-from leapahead.core.errors import LeapaheadError
+from leapahead.core.errors import CacheFull, LeapaheadError
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.drafters import draft_runner
@@ -20,6 +20,7 @@ from leapahead.drafters.auto import Auto
 from leapahead.drafters.draft_model import DraftModelDrafter
 from leapahead.drafters.draft_models import DraftModel
 from leapahead.drafters.draft_runner import CHUNK, LONGEST_CHAIN, DraftRunner
+from leapahead.drafters.speculative_sampling import SpeculativeSampling
 from leapahead.models.base import ALL, HIDDEN, TREE, Target
 from leapahead.models.choices import Choices
 from leapahead.models.toy import ToyTarget
@@ -270,6 +271,64 @@ def test_a_draft_model_that_fails_leaves_the_text_alone() -> None:
 
     done = assert_same_text(ToyTarget(), DraftModelDrafter(Failing(), nodes=3, depth=3, chain=True))
     assert done.stats.drafter["draft"]["stopped"] == "out of memory"
+
+
+class Crowded(Counting):
+    """Its cache has no room while some of the calls of `name` are made, the first being number 0."""
+
+    def __init__(self, name: str, full: range) -> None:
+        super().__init__()
+        self.calls, self.name, self.full = 0, name, full
+
+    def _called(self, name: str) -> None:
+        if name == self.name:
+            self.calls += 1
+            if self.calls - 1 in self.full:
+                raise CacheFull("full")
+
+    def open(self, *args: Any, **options: Any) -> Any:
+        self._called("open")
+        return super().open(*args, **options)
+
+    def step(self, *args: Any, **options: Any) -> Any:
+        self._called("step")
+        return super().step(*args, **options)
+
+
+@pytest.mark.parametrize("kind", [DraftModelDrafter, SpeculativeSampling])
+@pytest.mark.parametrize("name", ["open", "step"])
+def test_a_draft_model_whose_cache_is_full_for_a_while_drafts_again(name: str, kind: Any) -> None:
+    draft = Crowded(name, range(4))
+    done = assert_same_text(ToyTarget(), kind(draft, nodes=3, depth=3), stop=StopParams(max_new_tokens=60))
+    assert "stopped" not in done.stats.drafter["draft"]
+    assert draft.calls > 4
+    assert done.stats.accepted > 20
+    assert draft.closed
+
+
+@pytest.mark.parametrize("kind", [DraftModelDrafter, SpeculativeSampling])
+@pytest.mark.parametrize(
+    ("name", "full"), [("open", range(1000)), ("step", range(1000)), ("step", range(1, 1000, 2))], ids=str
+)
+def test_a_draft_model_whose_cache_stays_full_is_seldom_tried(name: str, full: range, kind: Any) -> None:
+    """The last one has room for the first forward of each step only."""
+    draft = Crowded(name, full)
+    done = assert_same_text(ToyTarget(), kind(draft, nodes=3, depth=3), stop=StopParams(max_new_tokens=200))
+    assert done.stats.drafter["draft"]["stopped"] == "full"
+    assert draft.calls <= 12 * full.step, "after 1, 2, 4, ..., 64, 64 tokens"
+
+
+def test_no_draft_is_made_behind_an_earlier_token_where_the_last_has_no_room() -> None:
+    draft, tokens = Counting(max_nodes=1), [1, 2, 3]
+    runner = DraftRunner(draft, tokens)
+    assert runner.read_ahead()
+    for token, room, forwards in ((4, 1, 0), (5, 8, 1)):
+        tokens.append(token)
+        draft.max_nodes = room
+        runner.add([()])
+        DraftRunner.forward([runner])
+        assert draft.forwards == forwards
+        assert ("no room" in runner.failed) == (room == 1)
 
 
 @pytest.fixture(scope="module")

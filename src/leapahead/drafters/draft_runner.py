@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-from leapahead.core.errors import LeapaheadError
+from leapahead.core.errors import CacheFull, LeapaheadError
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.core.verify import Verdict
@@ -36,6 +36,7 @@ from leapahead.models.base import TREE, Cost, Session, SharesCache, Target
 from leapahead.models.choices import Choices
 from leapahead.models.decoder import DecoderInput
 from leapahead.models.encoder_decoder import opened
+from leapahead.planner.backoff import BackOff
 from leapahead.planner.draft import Forward
 
 Path = tuple[int, ...]  # drafted tokens from below the last committed one
@@ -43,6 +44,7 @@ CHUNK = 512  # prompt tokens that are read in one step; a shorter prompt is read
 SINKS = 16  # first tokens that stay in front of a window; models give them much attention whatever they are
 LEAST_WINDOW = 32
 LONGEST_CHAIN = 64  # missing tokens that are computed together with a draft; more are computed before, without one
+LONGEST_WAIT = 64  # tokens of the text until a draft model whose cache was full is tried again, at most
 
 
 class Draft(NamedTuple):
@@ -71,8 +73,6 @@ class DraftRunner:
         window: newest tokens of the text that the draft model sees at most; 0 for all.
 
     Attributes:
-        failed: why the draft model cannot follow this text any more (its context is full, a token is outside its
-            vocabulary, ...); "" while it can.
         forwards, seconds: of all draft forwards and prompt chunks.
     """
 
@@ -86,7 +86,7 @@ class DraftRunner:
         window: int = 0,
     ) -> None:
         self.target, self.tokens, self.params, self.owner = target, tokens, params or SamplingParams(), owner
-        self.source, self.window, self.failed = source, window, ""
+        self.source, self.window = source, window
         self.forwards, self.seconds = 0, 0.0
         self._session: Session | None = None
         self._tree: TreeBuilder | None = None
@@ -95,10 +95,21 @@ class DraftRunner:
         self._computed = 0  # nodes that went through the draft model
         self._length = 0  # of the text that the tree stands on
         self._left_out = 0  # tokens between the sinks and the window
+        self._failed = self._full = ""  # why it ended, and why it had no room when that was tried last
+        self._back_off, self._again = BackOff(), 0  # after no room, and the length of the text that it lasts until
         if isinstance(target, SharesCache):
             with target.lock:
                 if target.shares(tokens):  # the prompt is in the cache
                     self._session = target.open(tokens, self.params)
+
+    @property
+    def failed(self) -> str:
+        """Why the draft model cannot follow this text; "" while it can.
+
+        Its context is full, a token is outside its vocabulary, ...; or its cache has no room beside other texts, which
+        is tried again.
+        """
+        return self._failed or (self._full if len(self.tokens) < self._again else "")
 
     @property
     def opened(self) -> bool:
@@ -157,14 +168,26 @@ class DraftRunner:
                 if self._session.unread:
                     self.target.prefill(self._session, CHUNK)
             except LeapaheadError as error:
-                self.fail(str(error))
+                self._stop(error)
         self.seconds += perf_counter() - began
         return self._session is not None and not self._session.unread
 
     def fail(self, reason: str) -> None:
         """Stops following the text and releases the cache."""
         self.close()
-        self.failed = reason
+        self._failed = reason
+
+    def _stop(self, error: LeapaheadError) -> None:
+        """Stops following the text; where the cache is full for some tokens only, since other texts may end meanwhile.
+
+        What was computed in this step is discarded then, and the rest of the cache kept.
+        """
+        if isinstance(error, CacheFull):
+            self._tree = None
+            self._back_off.update(paid=False, longest=LONGEST_WAIT)
+            self._full, self._again = str(error), len(self.tokens) + self._back_off.remaining
+        else:
+            self.fail(str(error))
 
     def close(self) -> None:
         """Releases the cache. Closing twice is harmless."""
@@ -191,6 +214,7 @@ class DraftRunner:
             path.append(node)
         self._tree = None  # before: should the rest be interrupted, its tokens are unread and are read again
         if self._computed:
+            self._back_off.update(paid=True, longest=LONGEST_WAIT)
             tokens = tuple(self.tokens[begin : begin + len(path)])
             with self.target.lock:
                 session.commit(Verdict(tuple(path), tokens, len(path) - 1))
@@ -198,7 +222,7 @@ class DraftRunner:
     def add(self, paths: Sequence[Path]) -> None:
         """Puts paths into the tree, as far as the draft model's limits allow. Its prompt must have been read."""
         self.commit()
-        if self._tree is None and not self._start():
+        if self._tree is None and (self.failed or not self._start()):
             return
         assert self._tree is not None
         vocabulary = self.target.info.vocab_size
@@ -225,6 +249,8 @@ class DraftRunner:
             self.fail(f"the context of {info.context_length} tokens of {info.name} is full")
         else:
             self._catch_up(session, max(1, min(LONGEST_CHAIN, self.target.max_nodes // 2)))
+        if not self.failed and len(self.tokens) - self._known(session) >= self.target.max_nodes:
+            self._stop(CacheFull(f"the KV cache of {info.name} has no room for a draft beside other texts"))
         if self.failed:
             return False
         depth = info.context_length - len(session.tokens) - 1
@@ -244,7 +270,7 @@ class DraftRunner:
                     self.target.step([session], [TokenTree.chain(session.tokens[-1], tokens[:-1])])
                     session.commit(Verdict(tuple(range(longest)), tuple(tokens), longest - 1))
         except LeapaheadError as error:
-            self.fail(str(error))
+            self._stop(error)
 
     @staticmethod
     def forward(runners: Sequence[DraftRunner]) -> tuple[list[Draft | None], Forward | None]:
@@ -263,7 +289,7 @@ class DraftRunner:
             found = target.step(sessions, [each.build() for each in builders], [each._computed for each in able])
         except LeapaheadError as error:
             for each in able:
-                each.fail(str(error))
+                each._stop(error)
             return [None] * len(runners), None
         except BaseException:  # an interrupt, after which other texts go on: what their sessions computed is discarded
             for each in able:

@@ -75,7 +75,7 @@ class ForwardSource(ComputedSource):
     @property
     @abstractmethod
     def failed(self) -> str:
-        """Why the network cannot follow this text any more; "" while it can."""
+        """Why the network cannot follow this text, any more or for now; "" while it can."""
 
     @property
     @abstractmethod
