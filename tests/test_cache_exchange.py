@@ -133,7 +133,7 @@ def taught(texts: Sequence[Sequence[int]], contexts: Sequence[tuple[int, ...]] =
 
 def contents(cache: DrafterCache) -> dict[str, Any]:
     """The sections themselves, as drafters see them."""
-    cache.activate(cache_sections.make)
+    cache.activate()
     return {
         name: {key: array.tolist() for key, array in section.arrays().items()}
         for name, section in sorted(cache.sections.items())
@@ -220,7 +220,7 @@ def test_a_save_tells_what_it_cannot_save(tmp_path: Path) -> None:
     cache.merge_bytes(taught([[1, 2, 3]]).to_bytes())
     with pytest.warns(UserWarning, match="has nothing of what was received of .*suffix; pass the cache to an LLM"):
         cache.save(file)
-    cache.activate(cache_sections.make)
+    cache.activate()
     cache.save(file)
     assert cache_sections.load(file).sections["suffix"].figures()["texts"] == 1
 

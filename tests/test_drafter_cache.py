@@ -26,6 +26,7 @@ from leapahead.cli import main
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters import cache_file, cache_sections
 from leapahead.drafters.cache import Arrays, DrafterCache, Section
+from leapahead.drafters.section import BUILT_IN, make
 from leapahead.drafters.sources.past_texts import PastTexts
 from leapahead.models.toy import ToyTarget
 from leapahead.planner.draft import Proposal, SequenceView
@@ -134,7 +135,7 @@ def taught(name: str) -> Section:
     return llm.drafter_cache.sections[name]
 
 
-@pytest.mark.parametrize("name", cache_sections.BUILT_IN)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_a_built_in_section(name: str, file: Path) -> None:
     """It survives a file, counts once what it merges with itself, and refuses arrays that it did not write."""
     section, cache = taught(name), made()
@@ -143,7 +144,7 @@ def test_a_built_in_section(name: str, file: Path) -> None:
     cache.section(name, lambda: section)
     cache.save(file)
     found = cache_sections.load(file)
-    assert type(found.sections[name]) is type(section) is type(cache_sections.make(name))
+    assert type(found.sections[name]) is type(section) is type(make(name))
     assert found.unknown == {}
     assert content(found.sections[name]) == before
     section.merge(arrays)
@@ -158,7 +159,7 @@ def test_a_built_in_section(name: str, file: Path) -> None:
         assert content(section) == before
 
 
-@pytest.mark.parametrize("name", cache_sections.BUILT_IN)
+@pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize("token", [-1, VOCAB])
 def test_a_token_outside_the_vocabulary_is_refused(name: str, token: int, file: Path) -> None:
     section = taught(name)
@@ -288,6 +289,22 @@ def test_sections_that_are_not_installed_are_not_merged(file: Path, tmp_path: Pa
     cache_file.write(other, "T", VOCAB, {"theirs": (1, {"values": np.array([3])})})
     with pytest.raises(BadParameter, match="both have a section 'theirs', and no installed package can merge it"):
         cache.merge(other)
+
+
+def test_files_that_nobody_has_used_yet_are_merged_and_exchanged(tmp_path: Path) -> None:
+    files, texts = [tmp_path / "monday.npz", tmp_path / "tuesday.npz"], [[1, 2, 3], [4, 5, 6]]
+    for file, text in zip(files, texts, strict=True):
+        cache = made()
+        cache.section("suffix", PastTexts).add(text)
+        cache.save(file)
+    merged = DrafterCache.load(files[1])
+    merged.merge(files[0])
+    assert merged.section("suffix", PastTexts).arrays()["tokens"].tolist() == [1, 2, 3, 4, 5, 6]
+    received = made()
+    received.merge_bytes(DrafterCache.load(files[0]).to_bytes())
+    assert received.section("suffix", PastTexts).arrays()["tokens"].tolist() == [1, 2, 3]
+    DrafterCache.load(files[0]).save(files[1])
+    assert cache_sections.load(files[1]).sections["suffix"].figures()["texts"] == 2
 
 
 @pytest.mark.usefixtures("installed")

@@ -95,7 +95,7 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
     merged = DrafterCache()
     for file in reversed(files):  # each is merged as if it had come before the files that are merged already
         merged.merge(file)
-        merged.activate(cache_sections.make)
+        merged.activate()
     merged.save(output, replace=True)
     click.echo(f"{output}: {output.stat().st_size / 1e3:.1f} kB, from {len(files)} files")
 

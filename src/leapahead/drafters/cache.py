@@ -20,13 +20,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
-
-import numpy.typing as npt
+from typing import TypeVar
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.forks import Mutex
@@ -35,68 +32,13 @@ from leapahead.core.storage import replaceable
 from leapahead.drafters import cache_file
 from leapahead.drafters.cache_file import Arrays, Contents, SavedSection
 from leapahead.drafters.cache_ledger import Entry, Ledger
+from leapahead.drafters.section import Section, make
 
 __all__ = ["Arrays", "DrafterCache", "Entry", "Section"]
 
 EXCHANGED, EXCHANGE_FORMAT = "leapahead drafter cache, exchanged", 1
 RECEIVED = "what was received"  # name of exchanged bytes in errors
 RESEND = "give merge_bytes what to_bytes of the same version of leapahead returned"
-
-
-class Section(ABC):
-    """What the sources of one kind keep. It is saved as plain arrays, and merges the arrays of other sections.
-
-    Its methods may be called from several threads at once.
-
-    Class attributes:
-        layout: version of the arrays; increased when their meaning changes.
-        token_arrays: names of the arrays that hold token ids only. They are checked against the vocabulary.
-        exchanged: greatest sum of the lengths of the keys that processes exchange, in bytes; 0 for a section that is
-            not exchanged. Others need `entries_of`, `arrays_of` and `replace`.
-    """
-
-    layout: ClassVar[int] = 1
-    token_arrays: ClassVar[tuple[str, ...]] = ()
-    exchanged: ClassVar[int] = 0
-
-    @abstractmethod
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The whole section as arrays of integers and floats (no objects)."""
-
-    @abstractmethod
-    def merge(self, arrays: Arrays) -> None:
-        """Merges the arrays of another section as if its texts had come before this one's, within the section's bounds.
-
-        What both have counts once, because two processes that save in turn read their own entries again.
-
-        Args:
-            arrays: read-only.
-
-        Raises:
-            ValueError: they are not what `arrays` gives. Nothing has changed then.
-        """
-
-    @staticmethod
-    def entries_of(arrays: Arrays) -> list[Entry]:
-        """The entries of a section's arrays, least recently written first. A key is unique and not empty."""
-        raise NotImplementedError
-
-    @staticmethod
-    def arrays_of(entries: Sequence[Entry]) -> dict[str, npt.NDArray[Any]]:
-        """The arrays of a section with these entries, least recently written first.
-
-        Raises:
-            ValueError: they are not what `entries_of` gives.
-        """
-        raise NotImplementedError
-
-    def replace(self, arrays: Arrays) -> None:
-        """Holds these arrays instead of its own, within the section's bounds. See `merge`."""
-        raise NotImplementedError
-
-    def figures(self) -> dict[str, Any]:
-        """Plain types, for `Stats` and for `leapahead cache show`."""
-        return {}
 
 
 SectionType = TypeVar("SectionType", bound=Section)
@@ -120,7 +62,7 @@ class DrafterCache:
         self._tokenizer: str | Callable[[], str] = ""
         self._merged: dict[Path, str] = {}  # file -> id of the save that has been merged already
         self._ledgers: dict[str, Ledger] = {}  # of the sections that were exchanged
-        self._make: Callable[[str], Section | None] | None = None  # what `activate` was given last
+        self._active = False  # whether `activate` was called
         self._lock = Mutex()
 
     def section(self, name: str, make: Callable[[], SectionType]) -> SectionType:
@@ -147,13 +89,13 @@ class DrafterCache:
                 self.sections[name] = found
             return found  # type: ignore[return-value]
 
-    def activate(self, make: Callable[[str], Section | None]) -> None:
-        """Creates the loaded or received sections whose names `make` knows, before any source asks for them.
+    def activate(self) -> None:
+        """Creates the loaded or received sections that are installed, before any source asks for them.
 
         So a damaged file is refused at once, and sections of several files can be merged.
         """
         with self._lock:
-            self._make = make
+            self._active = True
             for name in [*self.unknown, *self._ledgers]:
                 if name not in self.sections and (section := make(name)) is not None:
                     self.section(name, lambda made=section: made)  # type: ignore[misc]
@@ -219,6 +161,8 @@ class DrafterCache:
 
     def _merge_contents(self, contents: Contents) -> None:
         self._adopt(contents.file, contents.tokenizer, contents.vocab_size)
+        if self.unknown.keys() & contents.sections.keys():
+            self.activate()  # what two files have is merged by the section's own class
         for name, saved in contents.sections.items():
             if (section := self.sections.get(name)) is not None:
                 self._merge_section(name, section, saved)
@@ -272,6 +216,8 @@ class DrafterCache:
         with self._lock:
             if not self.vocab_size:
                 raise BadParameter("the drafter cache belongs to no vocabulary yet; pass it to an LLM first")
+            if self.unknown:  # what was loaded is exchanged, too
+                self.activate()
             for name, section in self.sections.items():
                 self._learn(name, section)
             names = sorted(self._ledgers)
@@ -375,8 +321,8 @@ class DrafterCache:
                     if contents is not None:
                         with self._lock:
                             self._merge_contents(contents)
-                if self._make is not None:  # an LLM uses this cache; sections may have been received since
-                    self.activate(self._make)
+                if self._active:  # an LLM uses this cache; sections may have been received since
+                    self.activate()
                 self._merged[file] = cache_file.write(file, self.tokenizer, self.vocab_size, self.snapshot())
         except OSError as error:
             raise cache_file.not_written(named, error) from error

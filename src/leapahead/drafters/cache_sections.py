@@ -1,50 +1,15 @@
-"""The sections of a drafter cache by name, each imported when a file contains it.
-
-Third parties add theirs through the entry-point group `leapahead.cache_sections`; built-in names take precedence. A
-section that is not installed stays in its file unchanged.
-"""
+"""The drafter cache that a file or an argument names, with the sections that are installed."""
 
 from __future__ import annotations
 
 import os
-from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import file_path
 from leapahead.core.text import Tokenizer, fingerprint
-from leapahead.drafters.cache import DrafterCache, Section
+from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.cache_file import not_written
-
-GROUP = "leapahead.cache_sections"
-
-BUILT_IN = {
-    "suffix": "leapahead.drafters.sources.past_texts:PastTexts",
-    "recycling": "leapahead.drafters.sources.recycling:Adjacency",
-    "draft_rows": "leapahead.drafters.sources.recycling:Adjacency",
-    "phrases": "leapahead.drafters.sources.past_phrases:PastPhrases",
-}
-
-
-def make(name: str) -> Section | None:
-    """A new, empty section; None if no installed package declares that name.
-
-    Raises:
-        BadParameter: an entry point of that name does not give a section.
-    """
-    if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        kind = getattr(import_module(module), attribute)
-    else:
-        entry = next((entry for entry in entry_points(group=GROUP) if entry.name == name), None)
-        if entry is None:
-            return None
-        kind = entry.load()
-    section = kind()
-    if not isinstance(section, Section):
-        raise BadParameter(f"the entry point {name!r} gives {kind!r}, which is not a subclass of Section")
-    return section
 
 
 def load(path: str | Path) -> DrafterCache:
@@ -54,7 +19,7 @@ def load(path: str | Path) -> DrafterCache:
         BadParameter: as of `DrafterCache.load`.
     """
     cache = DrafterCache.load(path)
-    cache.activate(make)
+    cache.activate()
     return cache
 
 
@@ -69,7 +34,7 @@ def given(drafter_cache: DrafterCache | str | Path | bool) -> DrafterCache | Non
     if drafter_cache is True:
         drafter_cache = DrafterCache()
     if isinstance(drafter_cache, DrafterCache):
-        drafter_cache.activate(make)
+        drafter_cache.activate()
         return drafter_cache
     if not isinstance(drafter_cache, (str, Path)) or not str(drafter_cache):
         raise BadParameter(
@@ -93,7 +58,7 @@ def given(drafter_cache: DrafterCache | str | Path | bool) -> DrafterCache | Non
             f"the drafter cache {path} cannot be created: the folder {path.parent} is not writable; name another file"
         )
     new = DrafterCache()
-    new.activate(make)
+    new.activate()
     new.path = path.absolute()
     return new
 

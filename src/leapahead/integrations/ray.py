@@ -27,7 +27,6 @@ from leapahead.core.errors import (
     needing,
 )
 from leapahead.core.parameters import whole
-from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.request import Handle
 from leapahead.engine.waiting import check
@@ -278,7 +277,7 @@ class DrafterCacheActor:
         """Writes it to a file on the actor's machine, for `LLM(drafter_cache=...)`, merged with what is there."""
         cache = DrafterCache()
         cache.merge_bytes(self.state())
-        cache.activate(cache_sections.make)
+        cache.activate()
         return str(cache.save(path))
 
     def figures(self) -> dict[str, int]:
