@@ -460,6 +460,31 @@ def test_an_encoder_and_a_decoder_with_configurations_of_their_own(kind: str, re
         llm.generate([5] * (longest + 1))
 
 
+@pytest.mark.parametrize("drafter", ["plain", "auto", "prompt_lookup", "jacobi"])
+def test_an_encoder_and_a_decoder_with_vocabularies_of_their_own(drafter: str, tmp_path: Path) -> None:
+    """Tokens of the input mean nothing to the decoder, so nothing is copied from it."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    both = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        transformers.BertConfig(vocab_size=2 * VOCABULARY, **sizes),
+        transformers.BertConfig(vocab_size=VOCABULARY, **sizes),
+    )
+    torch.manual_seed(0)
+    model = transformers.EncoderDecoderModel(config=both).eval()
+    model.generation_config.decoder_start_token_id = 3
+    prompt, options = [VOCABULARY + 3] * 8, {"max_new_tokens": 24, "ignore_eos": True}
+    own = own_text(model, prompt, 24, eos_token_id=-1)
+    with LLM(model, drafter=drafter) as llm:
+        assert llm.generate(prompt, **options).tokens == own
+        with pytest.raises(BadParameter, match=f"{2 * VOCABULARY} is outside the vocabulary of {2 * VOCABULARY}"):
+            llm.generate([2 * VOCABULARY])
+        llm.save_drafter_cache(tmp_path / "cache.npz")
+    with LLM(model, drafter=drafter, drafter_cache=tmp_path / "cache.npz") as llm:
+        assert llm.generate(prompt, **options).tokens == own
+    inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt))}
+    found = hf.run(model, **inputs, drafter=drafter, max_new_tokens=24, eos_token_id=-1, pad_token_id=0)
+    assert found[0].tolist()[1:] == own
+
+
 def test_short_inputs_do_not_change_how_long_ones_are_encoded() -> None:
     """BigBird-Pegasus leaves block-sparse attention for good where an input is short, as those of the self-test are."""
     sizes = {"block_size": 4, "num_random_blocks": 1, "encoder_layers": 1, "decoder_layers": 1}

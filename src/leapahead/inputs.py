@@ -23,7 +23,7 @@ from leapahead.core.text import Tokenizer
 from leapahead.drafters.base import Drafter, SequenceDrafter
 from leapahead.grammar import Grammar, Grammars, validate
 from leapahead.models.base import TargetInfo
-from leapahead.models.decoder import longest_prompt
+from leapahead.models.decoder import longest_prompt, prompt_vocabulary
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids, or chat messages
 Prompts = list[str] | list[list[int]] | Sequence[Sequence[Mapping[str, Any]]] | list[Prompt]
@@ -259,10 +259,11 @@ def encode(
         raise BadParameter("a list of token ids must hold whole numbers only")
     if not tokens:
         raise BadParameter("the prompt is empty; give some text, or at least one token id")
+    vocabulary = prompt_vocabulary(info.vocab_size, info.decoder)
     for token in tokens:
-        if not 0 <= token < info.vocab_size:
+        if not 0 <= token < vocabulary:
             belongs = "; the tokenizer is not this model's" if isinstance(prompt, str) else ""
-            raise BadParameter(f"the prompt's token id {token} is outside the vocabulary of {info.vocab_size}{belongs}")
+            raise BadParameter(f"the prompt's token id {token} is outside the vocabulary of {vocabulary}{belongs}")
     if len(tokens) > (most := longest_prompt(info.context_length, info.decoder)):
         remedy = "shorten it" + f", or load the model with a larger {info.length_option}" * bool(info.length_option)
         counts = f"{len(tokens)} tokens and the context of {info.name} {most + (info.decoder is None)}"

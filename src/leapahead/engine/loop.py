@@ -21,7 +21,7 @@ from leapahead.core.relaxed import verify_relaxed
 from leapahead.core.stats import Stats
 from leapahead.core.stop import Stopper
 from leapahead.core.text import Detokenizer, Tokenizer
-from leapahead.core.tree import Budget, TokenTree
+from leapahead.core.tree import UNLIMITED, Budget, TokenTree
 from leapahead.core.verify import Verdict, checked_verdict, verify
 from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
@@ -79,12 +79,12 @@ class Running:
         self.capture = self.drafter.capture
         if request.logprobs is not None or request.acceptance is not None:
             self.capture |= Capture(logits=True)
-        source = request.tokens if target.info.decoder is not None else ()
-        self.view = SequenceView(session.sampler, request.drafter_cache, request.prediction, request.owner, source)
+        decoder, given = target.info.decoder, (request.drafter_cache, request.prediction, request.owner)
+        source = request.tokens if decoder is not None else ()
+        self.view = SequenceView(session.sampler, *given, source, not (decoder and decoder.source_vocab_size))
         text = Detokenizer(tokenizer, before=session.tokens).add if tokenizer is not None else None
-        longest, cached = target.info.context_length, target.info.cache_tokens
-        if cached:
-            longest = min(longest, cached + 1)  # the last token of a text needs no room in the KV cache
+        cached = target.info.cache_tokens or UNLIMITED
+        longest = min(target.info.context_length, cached + 1)  # the last token of a text needs no room in the KV cache
         self.stopper = Stopper(request.stop, session.tokens, longest, text, self._complete())
         self.error: BaseException | None = None
         self._ending = False

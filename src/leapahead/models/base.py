@@ -26,7 +26,7 @@ from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.choices import Choices, PromptRows
-from leapahead.models.decoder import Decoder, longest_prompt
+from leapahead.models.decoder import Decoder, longest_prompt, prompt_vocabulary
 
 # Capabilities of a target.
 CHAIN = "chain"  # several tokens of one path in one forward
@@ -340,12 +340,12 @@ def checked_prompt(tokens: Sequence[int], info: TargetInfo) -> list[int]:
         BadParameter: no tokens, or one outside the vocabulary.
         ContextOverflow: the prompt leaves no room in the context.
     """
-    prompt = [int(token) for token in tokens]
+    prompt, vocabulary = [int(token) for token in tokens], prompt_vocabulary(info.vocab_size, info.decoder)
     if not prompt:
         raise BadParameter("the prompt is empty; give at least one token")
     for token in prompt:
-        if not 0 <= token < info.vocab_size:
-            raise BadParameter(f"the prompt's token {token} is outside the vocabulary of {info.vocab_size}")
+        if not 0 <= token < vocabulary:
+            raise BadParameter(f"the prompt's token {token} is outside the vocabulary of {vocabulary}")
     if len(prompt) > (most := longest_prompt(info.context_length, info.decoder)):
         limit = most + (info.decoder is None)
         raise ContextOverflow(f"the prompt has {len(prompt)} tokens and the context {limit}; shorten the prompt")

@@ -27,6 +27,7 @@ class Decoder:
         forced_eos: `forced_eos_token_id`, one of which is chosen where the text reaches its greatest length.
         bad_words: `bad_words_ids`, and every one of `suppress_tokens`: sequences that are never written.
         longest_source: greatest number of tokens that the encoder reads.
+        source_vocab_size: the encoder's, where it has a vocabulary of its own; 0 where it has the decoder's.
     """
 
     start: tuple[int, ...]
@@ -34,6 +35,7 @@ class Decoder:
     forced_eos: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     longest_source: int = UNLIMITED
+    source_vocab_size: int = 0
 
     def applied(self, params: SamplingParams, begin: int, max_new_tokens: int) -> SamplingParams:
         """The parameters of a text that is written in this way.
@@ -75,6 +77,11 @@ class DecoderInput:
 
 
 AT_START = DecoderInput()
+
+
+def prompt_vocabulary(vocab_size: int, decoder: Decoder | None) -> int:
+    """The size of the vocabulary that the tokens of prompts are of."""
+    return vocab_size if decoder is None else decoder.source_vocab_size or vocab_size
 
 
 def longest_prompt(context_length: int, decoder: Decoder | None) -> int:

@@ -54,6 +54,7 @@ class SequenceView:
         prediction: Sequence[int] = (),
         owner: str = "",
         source: Sequence[int] = (),
+        copies: bool = True,
     ) -> None:
         self.drafter_cache, self.prediction, self.owner = drafter_cache, tuple(prediction), owner
         self.source = tuple(source)
@@ -67,13 +68,16 @@ class SequenceView:
         self.params = sampler.params
         self.grammar = sampler.grammar
         # Behind the tokens that begin every text, so that the first token of the source is a continuation, too.
-        self._text = [*self.tokens, *self.source] if self.source else self.tokens
+        self._text = [*self.tokens, *self.source] if self.source and copies else self.tokens
         self.given = len(self._text)
 
     @property
     def text(self) -> list[int]:
-        """What a drafter may copy from: `tokens`, and in front of them the source. Live, as `tokens` is."""
-        if self.source and (new := len(self.tokens) + self.given - len(self._text)) > 0:
+        """What a drafter may copy from: `tokens`, and in front of them the source. Live, as `tokens` is.
+
+        A source of another vocabulary is left out, since its numbers are those of other tokens.
+        """
+        if self._text is not self.tokens and (new := len(self.tokens) + self.given - len(self._text)) > 0:
             self._text += self.tokens[-new:]
         return self._text
 

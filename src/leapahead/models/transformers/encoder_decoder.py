@@ -149,7 +149,11 @@ class EncoderDecoderTarget(TransformersTarget):
         return DecoderView(model, _decoder(model, embeddings().weight.shape[0], self._as_configured).start)
 
     def _information(self, **known: Any) -> TargetInfo:
-        decoder = _decoder(self.model.model, known["vocab_size"], self._as_configured)
+        model = self.model.model
+        decoder = _decoder(model, known["vocab_size"], self._as_configured)
+        sizes = [each.get_input_embeddings().weight.shape[0] for each in (model.get_encoder(), model.get_decoder())]
+        if sizes[0] != sizes[1]:
+            decoder = replace(decoder, source_vocab_size=sizes[0])
         return super()._information(**known, decoder=decoder)
 
     def _tested_executor(self, exclusive: bool, exact: bool, own: OwnOutputs) -> tuple[Executor, dict[str, str]]:
