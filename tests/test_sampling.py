@@ -655,6 +655,25 @@ def test_a_processor_is_called_once_a_depth_and_a_prefix_free_one_once() -> None
     assert reads == sorted([5, 3, *tree.path_tokens(node)] for node in range(6))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("kind", ["bfloat16", "float64"])
+def test_the_type_that_a_processor_returns_counts_with_a_draft_as_without(kind: str, temperature: float) -> None:
+    """In float32, 1e6 has steps of 1/16; in bfloat16, 8 has steps of 1/16."""
+    import torch
+
+    def processor(prefixes: Any, logits: Any) -> Any:
+        assert logits.dtype == torch.float32
+        return logits.to(getattr(torch, kind)) + (1e6 if kind == "float64" else 8)
+
+    tree, logits = TokenTree.from_paths(3, [[1, 1], [0]]), torch.rand(4, 50, generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(temperature=temperature, seed=5, processors=(processor,))
+    sampler = Sampler(params, [5, 3], 50, torch.from_numpy, on_device=True)
+    together = sampler.choose(logits, tree, np.arange(4)).tolist()
+    assert together == [int(sampler.choose(logits[[node]], tree, np.array([node]))) for node in range(4)]
+    if not temperature:
+        assert together == processor(None, logits).argmax(-1).tolist()
+
+
 # ------------------------------------------------------------------------------------------- kinds of arrays, ties
 
 

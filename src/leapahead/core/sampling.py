@@ -324,16 +324,15 @@ class Sampler:
         depths = tree.depths[nodes]
         groups = [np.flatnonzero(depths == depth) for depth in np.unique(depths)] if self.params.processors else []
         for processor in self.params.processors:
-            is_free = isinstance(processor, PrefixFree)
+            is_free, found = isinstance(processor, PrefixFree), list[Array]()
             for rows in [np.arange(len(nodes))] if is_free else groups:
                 paths = [[]] if is_free else [tree.path_tokens(int(nodes[row])) for row in rows]
                 committed = self._prefix.first(0 if is_free else length)  # a long text is not copied for nothing
                 prefixes = np.stack([np.concatenate([committed, np.array(path, dtype=np.int64)]) for path in paths])
-                if len(rows) == len(nodes):
-                    scores = processed(processor, self._to_array(prefixes), scores)
-                else:
-                    index = self._to_array(rows)
-                    scores[index] = processed(processor, self._to_array(prefixes), scores[index])
+                given = scores if len(rows) == len(nodes) else scores[self._to_array(rows)]
+                found.append(_floats(processed(processor, self._to_array(prefixes), given), copy=False))
+            # The type that it returns counts with and without a draft, so that the choice does not depend on one.
+            scores = found[0] if len(found) == 1 else xp.concat(found)[self._to_array(np.argsort(np.hstack(groups)))]
         # A processor may return an array that it keeps, or a view that repeats one row: it must not be written to.
         return xp.astype(scores, scores.dtype, copy=True) if self.params.processors else scores
 
