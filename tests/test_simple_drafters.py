@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -99,6 +100,20 @@ def test_the_figures_of_prompt_lookup_are_of_the_same_steps() -> None:
     accepted = sum(step.verdict.accepted for step in hits)
     assert drafter.figures()["accepted_per_hit"] == pytest.approx(accepted / len(hits), abs=1e-4)
     assert drafter.figures()["hit_rate"] == pytest.approx(len(hits) / len(steps), abs=1e-4)
+
+
+def test_the_memory_of_prompt_lookup() -> None:
+    """Most n-grams of a text occur once; of those that occur often, the latest occurrences are kept."""
+    drafter, sequence = PromptLookup(), view_of(range(20_000))
+    tracemalloc.start()
+    try:
+        drafter.begin(sequence)
+        assert tracemalloc.get_traced_memory()[0] < 1_200 * 20_000
+    finally:
+        tracemalloc.stop()
+    drafter, sequence = PromptLookup(num_tokens=1, max_ngram=1, max_matches=2), view_of([1, 7, 1, 7, 1, 8, 1, 9, 1])
+    drafter.begin(sequence)
+    assert drafter.propose(sequence, Budget()).tree.token_list == [1, 9]
 
 
 def test_prompt_lookup_is_seed_aware() -> None:

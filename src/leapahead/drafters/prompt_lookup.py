@@ -9,7 +9,7 @@ chosen by count, then by recency; when sampling, by the logarithm of its share p
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from math import log
 from typing import Any, ClassVar
 
@@ -36,11 +36,11 @@ class PromptLookup(SequenceDrafter):
 
     def __init__(self, num_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1, max_matches: int = 32) -> None:
         self.num_tokens, self.max_ngram = whole("num_tokens", num_tokens, 1), whole("max_ngram", max_ngram, 1)
-        self.min_ngram, max_matches = whole("min_ngram", min_ngram, 1), whole("max_matches", max_matches, 1)
+        self.min_ngram, self.max_matches = whole("min_ngram", min_ngram, 1), whole("max_matches", max_matches, 1)
         if min_ngram > max_ngram:
             raise BadParameter(f"min_ngram={min_ngram} must be at most max_ngram={max_ngram}")
         # n-gram -> indices of the tokens after its occurrences
-        self._next: dict[tuple[int, ...], deque[int]] = defaultdict(lambda: deque(maxlen=max_matches))
+        self._next: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self._num_indexed = 0  # tokens that have been entered into `_next`
         self._lookups = self._hits = self._accepted = 0  # of the steps that were observed
         self._hit = False
@@ -51,7 +51,9 @@ class PromptLookup(SequenceDrafter):
     def _index(self, tokens: list[int]) -> None:
         for end in range(self._num_indexed, len(tokens)):
             for n in range(self.min_ngram, min(self.max_ngram, end) + 1):
-                self._next[tuple(tokens[end - n : end])].append(end)
+                found = self._next[tuple(tokens[end - n : end])]
+                found.append(end)
+                del found[: -self.max_matches]
         self._num_indexed = len(tokens)
 
     def propose(self, sequence: SequenceView, budget: Budget) -> Proposal:
@@ -62,7 +64,7 @@ class PromptLookup(SequenceDrafter):
             if matches:
                 self._hit = True
                 length = min(self.num_tokens, budget.nodes, budget.depth)
-                draft = sequence.allowed(self._continuation(sequence, list(matches), length))
+                draft = sequence.allowed(self._continuation(sequence, matches, length))
                 return Proposal(TokenTree.chain(sequence.root, draft))
         return Proposal(TokenTree.root(sequence.root))
 
