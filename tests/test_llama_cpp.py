@@ -40,7 +40,7 @@ import gguf_models
 import llama_cpp
 from gguf_architectures import gpt2, written
 
-from leapahead.models.llama_cpp import log, model
+from leapahead.models.llama_cpp import log, model, tokenizer
 from leapahead.models.llama_cpp.cells import Cells
 from leapahead.models.llama_cpp.context import Context
 from leapahead.models.llama_cpp.file import metadata
@@ -799,6 +799,43 @@ def test_streams_join_to_the_text() -> None:
     pieces = list(llm.stream("def add(a, b):\n", max_new_tokens=40, temperature=0.9, seed=1))
     assert pieces[-1].result is not None
     assert "".join(piece.text for piece in pieces) == pieces[-1].result.text != ""
+
+
+def test_long_stretches_without_a_break_are_tokenized(tmp_path: Path) -> None:
+    """llama.cpp ended the process, whose stack had no more room for the recursion of its patterns."""
+    program = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from leapahead.models.llama_cpp.tokenizer import read_tokenizer
+tokenizer = read_tokenizer(sys.argv[1])
+def is_right(text):
+    return tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+texts = [piece * 40_000 for piece in ("x", " ", ".", "\u6f22")]
+assert is_right("Two words and " + texts[0])
+with ThreadPoolExecutor(2) as pool:
+    assert all(pool.map(is_right, texts))
+assert threading.stack_size() == 0
+"""
+    path = gguf_models.rewritten(gguf_models.llama(), tmp_path / "model.gguf", {"tokenizer.ggml.pre": "gpt-4o"})
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_too_long_a_stretch_without_a_break_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = tokenizer.read_tokenizer(gguf_models.llama())
+    with pytest.raises(BadParameter, match="1048577 characters between two spaces or line breaks is not possible"):
+        gguf.encode("x" * (tokenizer.LONGEST + 1))
+
+    def refusing(size: int = 0) -> int:
+        if size:
+            raise ValueError("the system does not allow it")
+        return 0
+
+    monkeypatch.setattr("threading.stack_size", refusing)
+    with pytest.raises(BadParameter, match="would need 3 MiB of stack to tokenize it; divide them by some"):
+        gguf.encode("x" * 4000)
+    for text in ("word " * 1000, "\u6f22\u3002\n" * 1000):  # with breaks, they need no such thread
+        assert gguf.decode(gguf.encode(text, add_special_tokens=False)) == text
 
 
 # ---------------------------------------------------------------------------------------------------- bad input

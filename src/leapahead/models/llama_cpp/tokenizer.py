@@ -6,18 +6,28 @@ llama.cpp tokenizes. The template is code from a file that is not trusted: it is
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import cached_property
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import llama_cpp as c
 import numpy as np
 
+from leapahead.core.errors import BadParameter
+from leapahead.core.forks import Mutex
 from leapahead.models.llama_cpp.context import Model
 from leapahead.models.llama_cpp.options import LlamaCppOptions
 
 SPECIAL = c.LLAMA_TOKEN_ATTR_CONTROL | c.LLAMA_TOKEN_ATTR_UNKNOWN | c.LLAMA_TOKEN_ATTR_UNUSED
+# llama.cpp matches many models' patterns by `std::regex`, which takes some 320 bytes of the stack for each character of
+# a match, and ends the process where the stack has an end.
+BREAK = re.compile(r"\b[ \n]|\n\b")  # what no match goes across
+SHORT, LONGEST = 2048, 1 << 20  # characters between two breaks: for any thread's stack, and at most
+_stack_size = Mutex()  # that of new threads is one number for the whole process
 
 
 class GgufTokenizer:
@@ -54,7 +64,11 @@ class GgufTokenizer:
         return {"default": main, "tool_use": tool_use} if main else tool_use
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        data = text.encode("utf-8", "surrogatepass")
+        work = partial(self._encoded, text.encode("utf-8", "surrogatepass"), add_special_tokens)
+        longest = max(map(len, BREAK.split(text))) if self._joins else 0
+        return work() if longest <= SHORT else _with_stack(longest, work)
+
+    def _encoded(self, data: bytes, add_special_tokens: bool) -> list[int]:
         size = len(data) + 16
         while True:
             buffer = (c.llama_token * size)()
@@ -136,6 +150,31 @@ def read_tokenizer(path: str | Path) -> GgufTokenizer:
         LeapaheadError: no such file, or a broken one.
     """
     return GgufTokenizer(Model(path, LlamaCppOptions(), vocab_only=True))
+
+
+def _with_stack(characters: int, work: Callable[[], list[int]]) -> list[int]:
+    """Tokenizes in a thread of its own, whose stack is large enough for so many characters between two breaks.
+
+    Raises:
+        BadParameter: they are too many, or the system gives no such stack.
+    """
+    refusal = BadParameter(
+        f"a text with {characters} characters between two spaces or line breaks is not possible, since llama.cpp would "
+        f"need {characters >> 10} MiB of stack to tokenize it; divide them by some"
+    )
+    if characters > LONGEST:
+        raise refusal
+    with ThreadPoolExecutor(1) as pool:  # which waits for llama.cpp, also after an interrupt
+        with _stack_size:
+            before = threading.stack_size()
+            try:
+                threading.stack_size((characters // 1024 + 2) << 20)
+                found = pool.submit(work)
+            except (ValueError, RuntimeError):  # the system makes no such thread
+                raise refusal from None
+            finally:
+                threading.stack_size(before)
+        return found.result()
 
 
 def _or_none(token: int) -> int | None:
