@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers import GREEDY, PROMPT, FixedLatency, Scattered, run, trees
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,12 +28,13 @@ from leapahead.core.tree import TokenTree
 from leapahead.core.verify import verify
 from leapahead.models.base import CHAIN, Capture, Target, read_prompt
 from leapahead.models.loading import bundled
+from leapahead.models.parallel import launch
 from leapahead.models.parallel.device import Step
 from leapahead.models.parallel.launch import checked
 from leapahead.models.parallel.link import Disconnected, connected
 from leapahead.models.parallel.split import split
 from leapahead.models.parallel.target import ParallelTarget
-from leapahead.models.parallel.worker import Stop
+from leapahead.models.parallel.worker import Stop, follow
 from leapahead.models.toy import ToySession, ToyTarget
 from leapahead.planner.measurement import rounds
 
@@ -402,6 +404,53 @@ def test_a_process_that_dies_ends_the_command_with_one_sentence() -> None:
     assert first == "process 1 of 2, which computes a part of every step, has ended; make a new LLM", done.stderr
     assert second.startswith("decoding on several devices has ended: process 1 of 2")
     assert done.returncode == 0
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_only_the_own_part_of_a_step_computes_in_fewer_threads(four_threads: None) -> None:
+    used = []
+
+    class Counting(ToyTarget):
+        def step(self, *args: Any, **more: Any) -> Any:
+            used.append(torch.get_num_threads())
+            return super().step(*args, **more)
+
+    own, other = connected(2)
+    thread = Thread(target=follow, args=(ToyTarget(), other), daemon=True)
+    thread.start()
+    target = ParallelTarget(Counting(), own, lambda: thread.join(), threads=2)
+    run(target, "lookahead")
+    target.close()
+    assert set(used) == {2}
+    assert torch.get_num_threads() == 4
+
+
+def test_where_no_process_starts_the_number_of_threads_stays(
+    four_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_process", lambda *_: subprocess.Popen([sys.executable, "-c", ""]))
+    with pytest.raises(LeapaheadError, match="it has ended with exit code 0"):
+        launch.launched("cpu,cpu", lambda device: (ToyTarget(), None), {})
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.slow
+def test_the_processes_share_the_threads(four_threads: None) -> None:
+    with LLM(dtype="float32", devices="cpu,cpu") as llm:
+        assert torch.get_num_threads() == 4
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        environments = [Path(f"/proc/{child}/environ").read_bytes() for child in children]
+        assert [each for each in environments if b"OMP_NUM_THREADS=2\0" in each]
+        assert llm.target.info.fingerprint.endswith(" 2 on 2 devices")  # in which the model was tested
+        llm.generate("def", max_new_tokens=2)
+        assert torch.get_num_threads() == 4
 
 
 @pytest.mark.slow

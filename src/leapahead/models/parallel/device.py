@@ -6,6 +6,8 @@ computed and which it lacks is the business of `target`; nothing here knows that
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,15 +29,30 @@ from leapahead.models.base import (
 from leapahead.models.choices import Choices, FloatArray, PromptRows
 
 
+@contextmanager
+def torch_threads(number: int | None) -> Iterator[None]:
+    """Meanwhile torch computes in so many threads, a number that other models of the process share; None: as it is."""
+    if number is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(number)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Device:
     """A target and its open sessions, by number.
 
     Args:
         target: that computes.
+        threads: of torch's, in which it computes; None for as many as all others.
     """
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, target: Target, threads: int | None = None) -> None:
+        self.target, self.threads = target, threads
         self.sessions: dict[int, Session] = {}
 
     @property
@@ -44,6 +61,11 @@ class Device:
         info: TargetInfo = self.target.info
         digest = self.target.weights_digest() if isinstance(self.target, IdentifiesWeights) else ""
         return info.vocab_size, info.context_length, info.precision, tuple(sorted(info.capabilities)), digest
+
+    def run(self, command: Command) -> Any:
+        """The answer of a command."""
+        with torch_threads(self.threads):
+            return command.run(self)
 
 
 class Command(Protocol):

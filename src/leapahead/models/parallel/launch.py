@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.models.base import Target
+from leapahead.models.parallel.device import torch_threads
 from leapahead.models.parallel.link import TIMEOUT, Disconnected, Link
 from leapahead.models.parallel.target import ParallelTarget
 from leapahead.models.parallel.worker import FAILED, Reply, follow
@@ -71,13 +72,13 @@ def launched(devices: str | Sequence[str], load: Load, options: dict[str, Any]) 
     if names == [TORCHRUN]:
         return _joined(load)
     store = _store(len(names))
-    if all(name == "cpu" for name in names):
-        torch.set_num_threads(max(1, torch.get_num_threads() // len(names)))
-    processes = [_process(rank, names, store.port, options) for rank in range(1, len(names))]
+    share = max(1, torch.get_num_threads() // len(names)) if set(names) == {"cpu"} else None
+    processes = [_process(rank, names, store.port, options, share) for rank in range(1, len(names))]
     try:
         link = linked(store, 0, len(names), processes, is_local=True)
-        target, tokenizer = load(names[0])
-        found = ParallelTarget(target, link, partial(_end, processes, END))
+        with torch_threads(share):
+            target, tokenizer = load(names[0])
+        found = ParallelTarget(target, link, partial(_end, processes, END), share)
         finalize(link, _end, processes, 0.0)  # where it is not closed, at the end of the interpreter for example
         return found, tokenizer
     except BaseException:
@@ -92,11 +93,13 @@ def _store(size: int) -> TCPStore:
     return TCPStore(HOST, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _process(rank: int, names: Sequence[str], port: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
+def _process(
+    rank: int, names: Sequence[str], port: int, options: dict[str, Any], share: int | None
+) -> subprocess.Popen[bytes]:
     """Another process of this machine. It has no part in the terminal, so that Ctrl-C reaches the first one alone."""
     given = {"rank": rank, "size": len(names), "port": port, "device": names[rank], "options": options}
     code = "from leapahead.models.parallel.process import main; main()"
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(share or torch.get_num_threads())}
     return subprocess.Popen(
         [sys.executable, "-P", "-c", code, json.dumps(given)],  # -P: not with modules of the working directory
         env=environment if names[rank] == "cpu" else None,

@@ -142,6 +142,7 @@ class ParallelTarget:
         target: this process's own.
         link: to the other processes, each of which runs `worker.follow` with the same model.
         end: called when the target is closed.
+        threads: see `Device`.
 
     Raises:
         Refused: the target takes no token trees, or is of a kind that cannot be divided.
@@ -150,8 +151,10 @@ class ParallelTarget:
 
     has_threads = True  # of the connections, which a forked process shares with its parent
 
-    def __init__(self, target: Target, link: Link, end: Callable[[], None] = lambda: None) -> None:
-        self.device, self.link, self._end = Device(target), link, end
+    def __init__(
+        self, target: Target, link: Link, end: Callable[[], None] = lambda: None, threads: int | None = None
+    ) -> None:
+        self.device, self.link, self._end = Device(target, threads), link, end
         self._process = os.getpid()
         self.lock = RLock()
         self._numbers = count()
@@ -292,7 +295,7 @@ class ParallelTarget:
     def tell(self, rank: int, command: Command) -> None:
         """Gives a device a command that has no answer; one of another process gets it with the next command."""
         if rank == 0:
-            command.run(self.device)
+            self.device.run(command)
         elif not self.link.problem:
             self._news[rank].append(command)
 
@@ -310,7 +313,7 @@ class ParallelTarget:
             self.link.send(rank, [*news, commands[rank]])
         answers, error, is_asking = [None], None, False
         try:
-            answers = [commands[0].run(self.device)]
+            answers = [self.device.run(commands[0])]
         except BaseException as own:
             error = own
         for rank in range(1, self.link.size):

@@ -48,7 +48,7 @@ def _reply(device: Device, commands: list[Any]) -> Reply:
     answer = None
     try:
         for command in commands:
-            answer = command.run(device)
+            answer = device.run(command)
     except CacheFull as error:
         return Reply(FULL, first_line(error))
     except Exception as error:  # whatever it is, the other process must hear of it
