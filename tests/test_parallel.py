@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from hypothesis import strategies as st
 from parallel import divided, on_devices
 
 from leapahead import LLM, Engine, Request, SamplingParams, StopParams
+from leapahead.core.bias import LogitBias
 from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import verify
@@ -267,6 +270,27 @@ def test_an_interrupt_in_the_own_part_of_a_step_ends_nothing_else(monkeypatch: p
     target.close()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_is_added_on_every_device(toys: ParallelTarget, temperature: float) -> None:
+    found = []
+    for target in (ToyTarget(), toys):
+        llm = LLM(target, drafter="lookahead")
+        options: Any = {"temperature": temperature, "seed": 3, "logit_bias": {2: -50.0, 5: 1.5}}
+        samples = llm.generate([1, 2, 3], n=2, max_new_tokens=30, **options)
+        gathered = llm.generate([1, 2, 3], max_new_tokens=30, logprobs=1, **options)
+        found.append([each.tokens for each in (*samples, gathered)])
+    assert found[0] == found[1]
+    assert not any(2 in tokens for tokens in found[0])
+
+
+def test_a_copy_of_a_bias_has_no_tensors_of_a_device() -> None:
+    bias = LogitBias({3: 0.1, 1: -2.5})
+    logits = bias(None, torch.zeros(1, 4))
+    copy = pickle.loads(pickle.dumps(bias))
+    assert copy._there is None
+    assert torch.equal(copy(None, torch.zeros(1, 4)), logits)
+
+
 def test_after_the_end_one_sentence_says_so() -> None:
     with on_devices(ToyTarget, 2) as target:
         pass
@@ -404,6 +428,17 @@ def test_a_process_that_dies_ends_the_command_with_one_sentence() -> None:
     assert first == "process 1 of 2, which computes a part of every step, has ended; make a new LLM", done.stderr
     assert second.startswith("decoding on several devices has ended: process 1 of 2")
     assert done.returncode == 0
+
+
+@pytest.mark.slow
+def test_other_processes_read_no_tokenizer_and_know_types_of_torch(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{bad")
+    texts = []
+    for devices in ({}, {"devices": "cpu,cpu"}):
+        with LLM(folder, tokenizer=str(tiny_folder), dtype=torch.float32, **devices) as llm:
+            texts.append(llm.generate("def", max_new_tokens=8).text)
+    assert texts[0] == texts[1]
 
 
 @pytest.fixture

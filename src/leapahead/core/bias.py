@@ -23,6 +23,10 @@ class LogitBias:
         self._values = np.array(list(biases.values()), dtype=np.float32)
         self._there: tuple[Any, Array, Array] | None = None  # device, and both arrays on it
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process that gets a copy may compute on another device."""
+        return LogitBias, (dict(zip(self._tokens.tolist(), self._values.tolist(), strict=True)),)
+
     def __call__(self, prefixes: Array, logits: Array, /) -> Array:
         """logits: float [rows, vocab], which is changed in place and returned."""
         xp, place = array_namespace(logits), device(logits)

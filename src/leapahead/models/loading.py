@@ -119,16 +119,15 @@ def load(
         target = model
     else:
         names = options.pop(DEVICES, None)
-        given = {"dtype": dtype, "trust_remote_code": trust_remote_code, "cache_tokens": cache_tokens, "exact": exact}
-        given |= options
-        name = str(BUNDLED if model is None else model)
-        load_on = partial(_pretrained().load, model or bundled(), name=name, with_tokenizer=tokenizer is None, **given)
+        given = {"name_or_path": str(model or bundled()), "name": str(model or BUNDLED), "exact": exact, **options}
+        given |= {"dtype": dtype, "trust_remote_code": trust_remote_code, "cache_tokens": cache_tokens}
+        load_on = partial(_pretrained().load, with_tokenizer=tokenizer is None, **given)
         if names is None:
             target, found = load_on(device=device)
         elif device != "auto":
             raise BadParameter(f"device={device!r} is not possible with devices={names!r}; leave out one of them")
         else:
-            target, found = _launch(names, load_on, {"model": name, **given})
+            target, found = _launch(names, load_on, {**given, "dtype": str(dtype).removeprefix("torch.")})
     if kind in ENGINES:
         origin.remember(target, **place)
     if isinstance(tokenizer, str):
@@ -377,8 +376,7 @@ def _launch(devices: Any, load_on: Callable[..., Any], options: dict[str, Any]) 
     """A model of Transformers on several devices, and its tokenizer."""
     from leapahead.models.parallel import launch
 
-    found: tuple[Target, Tokenizer | None] = launch.launched(devices, lambda name: load_on(device=name), options)
-    return found
+    return launch.launched(devices, lambda name: load_on(device=name), options)
 
 
 def _pretrained() -> Any:

@@ -62,7 +62,7 @@ def launched(devices: str | Sequence[str], load: Load, options: dict[str, Any]) 
     Args:
         devices: their names, or "torchrun".
         load: loads the model in this process.
-        options: of `loading.load`, by which other processes load it; they must be of JSON's types.
+        options: of `pretrained.load`, by which other processes load it; they must be of JSON's types.
 
     Raises:
         SystemExit: in the other processes that torchrun started, when the first one has ended.

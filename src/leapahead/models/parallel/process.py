@@ -8,9 +8,10 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from leapahead.core import openmp
 from leapahead.models.base import Target
-from leapahead.models.loading import load
 from leapahead.models.parallel.launch import HOST, follow_first, linked
+from leapahead.models.transformers import pretrained
 
 
 def main() -> None:
@@ -19,8 +20,8 @@ def main() -> None:
     store = TCPStore(HOST, given["port"], given["size"], is_master=False, wait_for_workers=False)
     link = linked(store, given["rank"], given["size"], is_local=True)
 
-    def loaded(device: str) -> tuple[Target, Any]:
-        found = load(device=device, **given["options"])
-        return found.target, found.tokenizer
+    @openmp.watched()
+    def load(device: str) -> tuple[Target, Any]:
+        return pretrained.load(device=device, with_tokenizer=False, **given["options"])
 
-    follow_first(loaded, given["device"], link)
+    follow_first(load, given["device"], link)

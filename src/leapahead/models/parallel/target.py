@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from leapahead.core.bias import LogitBias
 from leapahead.core.errors import CacheFull, LeapaheadError, Refused
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import IntArray, TokenTree
@@ -215,7 +216,7 @@ class ParallelTarget:
         """See `Target.open`.
 
         Raises:
-            Refused: there are logits processors, which run in one process only.
+            Refused: there are logits processors other than a bias; they run in one process only.
         """
         require(self.info, capture.needs, "this capture")
         return self._open([int(token) for token in tokens], params, capture, reserve, owner, None)
@@ -233,7 +234,7 @@ class ParallelTarget:
         source: ParallelSession | None,
     ) -> ParallelSession:
         """A session, by a fork of `source` on the devices that have all of its tokens."""
-        if params.processors:
+        if not all(isinstance(getattr(each, "processor", None), LogitBias) for each in params.processors):
             raise Refused("logits processors cannot be used with devices, as they run in one process; leave out one")
         number, plain = next(self._numbers), replace(params, grammar=None)
         commands: list[Command] = []
