@@ -22,7 +22,7 @@ def divided(targets: Sequence[Target]) -> ParallelTarget:
     for thread in threads:
         thread.start()
 
-    def end() -> None:
+    def end(patience: float) -> None:
         for thread in threads:
             thread.join(SECONDS)
 

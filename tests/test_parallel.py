@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import combinations, count
 from pathlib import Path
 from threading import Thread
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -299,6 +299,29 @@ def test_after_the_end_one_sentence_says_so() -> None:
         run(target, None)
 
 
+def test_processes_that_cannot_be_told_to_stop_are_ended_at_once() -> None:
+    waits: list[float] = []
+    for problem in ("", "it was interrupted in the middle of a message"):
+        own, other = connected(2)
+        thread = Thread(target=follow, args=(ToyTarget(), other), daemon=True)
+        thread.start()
+        target = ParallelTarget(ToyTarget(), own, waits.append)
+        own.problem = problem
+        target.close()
+        if problem:  # so that the other process, which is a thread here, ends
+            own.send(1, [Stop()])
+        thread.join()
+    assert waits == [5.0, 0.0]
+
+
+def test_processes_end_within_one_time() -> None:
+    sleepers = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(3)]
+    began = monotonic()
+    launch._end(sleepers, 0.6)
+    assert monotonic() - began < 1.7  # of 1.8 one after the other
+    assert all(each.returncode for each in sleepers)
+
+
 def test_a_process_that_does_not_answer_is_given_up() -> None:
     own, other = connected(2, timeout=0.2)
     with pytest.raises(Disconnected, match="process 1 of 2, which computes a part of every step, does not answer"):
@@ -460,7 +483,7 @@ def test_only_the_own_part_of_a_step_computes_in_fewer_threads(four_threads: Non
     own, other = connected(2)
     thread = Thread(target=follow, args=(ToyTarget(), other), daemon=True)
     thread.start()
-    target = ParallelTarget(Counting(), own, lambda: thread.join(), threads=2)
+    target = ParallelTarget(Counting(), own, thread.join, threads=2)
     run(target, "lookahead")
     target.close()
     assert set(used) == {2}

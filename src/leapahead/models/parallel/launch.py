@@ -33,7 +33,6 @@ from leapahead.models.parallel.worker import FAILED, Reply, follow
 TORCHRUN = "torchrun"
 HOST = "127.0.0.1"
 JOIN = 120.0  # seconds within which a new process must have imported its packages
-END = 5.0  # seconds that a process may take to end
 Load = Callable[[str], tuple[Target, Any]]  # loads the model on a device: the target and its tokenizer
 
 
@@ -78,7 +77,7 @@ def launched(devices: str | Sequence[str], load: Load, options: dict[str, Any]) 
         link = linked(store, 0, len(names), processes, is_local=True)
         with torch_threads(share):
             target, tokenizer = load(names[0])
-        found = ParallelTarget(target, link, partial(_end, processes, END), share)
+        found = ParallelTarget(target, link, partial(_end, processes), share)
         finalize(link, _end, processes, 0.0)  # where it is not closed, at the end of the interpreter for example
         return found, tokenizer
     except BaseException:
@@ -175,9 +174,10 @@ def follow_first(load: Load, device: str, link: Link) -> None:
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], patience: float) -> None:
     """Waits for processes that were told to stop; ends those that do not in so many seconds."""
+    until = monotonic() + patience
     for process in processes:
         try:
-            process.wait(patience)
+            process.wait(max(0.0, until - monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -43,6 +43,7 @@ from leapahead.models.parallel.split import split
 from leapahead.models.parallel.worker import DONE, FAILED, FULL, Reply, Stop
 
 PATIENCE = timedelta(seconds=5)  # within which a process that is told to stop receives that
+END = 5.0  # seconds that it may take to end then
 INTERRUPTED = "it was interrupted in the middle of a step"
 
 
@@ -142,7 +143,7 @@ class ParallelTarget:
     Args:
         target: this process's own.
         link: to the other processes, each of which runs `worker.follow` with the same model.
-        end: called when the target is closed.
+        end: called when the target is closed, with the seconds that the other processes may take to end.
         threads: see `Device`.
 
     Raises:
@@ -153,7 +154,11 @@ class ParallelTarget:
     has_threads = True  # of the connections, which a forked process shares with its parent
 
     def __init__(
-        self, target: Target, link: Link, end: Callable[[], None] = lambda: None, threads: int | None = None
+        self,
+        target: Target,
+        link: Link,
+        end: Callable[[float], None] = lambda patience: None,
+        threads: int | None = None,
     ) -> None:
         self.device, self.link, self._end = Device(target, threads), link, end
         self._process = os.getpid()
@@ -360,12 +365,13 @@ class ParallelTarget:
         """Ends the other processes, unless this is a forked one, whose parent they serve. Twice is harmless."""
         if os.getpid() != self._process:
             return
-        if not self._problem():
+        patience = 0.0 if self._problem() else END  # after a problem they cannot be told to stop
+        if patience:
             for rank in range(1, self.link.size):
                 with suppress(Disconnected):
                     self.link.send(rank, [Stop()], PATIENCE)
             self.link.problem = "the target was closed"
-        self._end()
+        self._end(patience)
 
 
 def _joined(tree: TokenTree, sampler: Sampler, owned: Sequence[Sequence[int]], found: Sequence[Found]) -> Choices:
