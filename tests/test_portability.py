@@ -174,6 +174,21 @@ def test_the_physical_cores_of_macos(monkeypatch: pytest.MonkeyPatch, told: dict
     assert processor.physical_cores() == cores
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="containers of Linux")
+def test_the_processors_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first := tmp_path / "cpu").mkdir()  # of cgroup v1
+    monkeypatch.setattr(processor, "CONTAINER", tmp_path)
+    monkeypatch.setattr(processor.os, "sched_getaffinity", lambda _: {10_000, 10_001, 10_002, 10_003})
+    assert processor.physical_cores() == 4
+    for quota, cores in (("-1", 4), ("150000", 2), ("1000", 1), ("900000", 4)):
+        (first / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (first / "cpu.cfs_period_us").write_text("100000\n")
+        assert processor.physical_cores() == cores
+    for limit, cores in (("max 100000", 4), ("150000 100000", 2), ("1000 100000", 1), ("900000 100000", 4)):
+        (tmp_path / "cpu.max").write_text(f"{limit}\n")
+        assert processor.physical_cores() == cores
+
+
 def test_the_physical_cores_where_nothing_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor.sys, "platform", "freebsd")
     for logical, cores in ((None, 1), (4, 4), (6, 3)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from pathlib import Path
 FEW = 4  # logical processors, each of which counts as a core where the system does not tell
 MAC = ("hw.perflevel0.physicalcpu", "hw.physicalcpu")  # without Apple's slow cores, for which the others would wait
 CORES = 0  # RelationProcessorCore of Windows
+CONTAINER = Path("/sys/fs/cgroup")  # where a container of Linux sees its limits
+# Of cgroup v2 and v1: microseconds of processors' time in each period, and the length of a period.
+QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 
 
 def described() -> tuple[str, frozenset[str]]:
@@ -26,12 +30,13 @@ def described() -> tuple[str, frozenset[str]]:
 def physical_cores() -> int:
     """The number of physical cores: a second thread on the same core slows matrix products down.
 
-    Under Linux, of those cores that this process may use. Where the system does not tell, half of the logical
-    processors, if there are more than `FEW`.
+    Under Linux, of those cores that this process may use, and no more than a container's limit gives the time of. Where
+    the system does not tell, half of the logical processors, if there are more than `FEW`.
     """
-    logical, count = os.cpu_count() or 1, COUNTS.get(sys.platform)
+    logical = os.cpu_count() or 1
+    ask = {"linux": _linux_cores, "win32": _windows_cores, "darwin": _mac_cores}.get(sys.platform, lambda: 0)
     try:
-        told = count() if count else 0
+        told = ask()
     except (OSError, ValueError, AttributeError, subprocess.SubprocessError):
         told = 0
     return told or (logical if logical <= FEW else logical // 2)
@@ -42,7 +47,19 @@ def _linux_cores() -> int:
     for cpu in sorted(os.sched_getaffinity(0)):
         file = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         siblings.add(file.read_text() if file.is_file() else str(cpu))
-    return len(siblings)
+    return min(len(siblings), _processors_in_container())
+
+
+def _processors_in_container() -> int:
+    """How many processors' time a container may take, rounded up; `sys.maxsize` where there is no limit."""
+    for files in QUOTAS:
+        try:
+            quota, period = map(int, " ".join((CONTAINER / name).read_text() for name in files).split())
+        except (OSError, ValueError):  # the quota "max" is none
+            continue
+        if quota > 0:  # -1 is none
+            return math.ceil(quota / period)
+    return sys.maxsize
 
 
 def _mac_cores() -> int:
@@ -66,6 +83,3 @@ def _windows_cores() -> int:
         place += max(int.from_bytes(records[place + 4 : place + 8], "little"), 8)
         found += 1
     return found
-
-
-COUNTS = {"linux": _linux_cores, "darwin": _mac_cores, "win32": _windows_cores}

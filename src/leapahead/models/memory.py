@@ -7,8 +7,9 @@ import os
 import sys
 from pathlib import Path
 
+from leapahead.core.processor import CONTAINER
+
 UNKNOWN = 4 << 30  # bytes that are assumed to be free where the system tells nothing
-CONTAINER = Path("/sys/fs/cgroup")  # where a container of Linux sees its limits
 # Of cgroup v2 and v1: the limit, what is used, and statistics with the files that are kept in memory.
 LIMITS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),

@@ -26,7 +26,8 @@ class LlamaCppOptions:
             `form`.
         n_batch: greatest number of tokens in one call, all trees of a step together.
         n_ubatch: number of those tokens that are computed at once.
-        n_threads: threads for forwards of one token; by default one per physical core.
+        n_threads: threads for forwards of one token; by default one per physical core, and no more than a container's
+            limit of processors.
         n_threads_batch: threads for all other forwards; by default `n_threads`.
         n_gpu_layers: layers to put on a GPU; -1 for all; by default llama.cpp's own choice.
         use_mmap: map the file into memory instead of reading it.
