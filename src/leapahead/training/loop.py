@@ -286,6 +286,6 @@ def autocast(device: torch.device) -> Any:
     if device.type == "cuda":
         has = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        has_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
+        has_onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         has = has_onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return torch.autocast(device.type, torch.bfloat16) if has else nullcontext()
