@@ -27,6 +27,7 @@ from leapahead.core.verify import verify
 from leapahead.drafters import registry
 from leapahead.drafters.draft_model import DraftModelDrafter
 from leapahead.models.base import HIDDEN, Capture, read_prompt
+from leapahead.models.transformers import memory
 from leapahead.models.transformers.arguments import CACHE_NAMES
 from leapahead.models.transformers.forward import MaskedExecutor
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
@@ -210,6 +211,16 @@ def test_a_cache_that_grows_or_is_forgotten_keeps_no_old_memory() -> None:
         before = [weakref.ref(group.entries) for group in cache.groups]
         change()
         assert [each() for each in before] == [None]
+
+
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_cache_is_bounded_by_default_as_without_graphs(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test of the model releases the cache that its forwards were captured over."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1_000_000)
+    target = capturing(exact=exact)
+    size = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
+    assert isinstance(target.executor, choice.RECORDING)
+    assert target.info.cache_tokens == target.executor.cache.limit == 500_000 // size
 
 
 def test_what_padding_rows_wrote_is_dropped_with_the_entries() -> None:

@@ -119,6 +119,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     Attributes:
         limit: greatest number of rows times slots; the nodes of a step come on top.
+        bytes_per_token: of one slot of one row, also while the memory is released; 0 before the first forward.
     """
 
     row_class: type[Row] = Row
@@ -128,6 +129,7 @@ class KVCache(Cache):  # type: ignore[misc]
         Cache.__init__(self, layer_class_to_replicate=partial(Layer, proxy(self)))  # type: ignore[arg-type]
         self.limit, self.usual_length, self.block = UNLIMITED, usual_length, block
         self.rows: list[Row] = []
+        self.bytes_per_token = 0
         self.forget()
 
     def forget(self) -> None:
@@ -153,14 +155,6 @@ class KVCache(Cache):  # type: ignore[misc]
                 row.tokens, row.length, row.top_k = [], 0, None
                 for group in self.groups:
                     group.entries[:, row.index, :, : row.extent] = 0
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of one slot of one row; 0 before the first forward."""
-        return sum(
-            group.entries.shape[0] * group.entries.shape[2] * group.entries.shape[4] * group.entries.element_size()
-            for group in self.groups
-        )
 
     def plane(self, layer: int, part: int) -> Tensor:
         """[rows, heads, capacity, dim]: all entries of one layer, its keys (part 0) or its values (part 1)."""
@@ -371,6 +365,7 @@ class KVCache(Cache):  # type: ignore[misc]
                 groups.append(stack)
                 self._place.update({each: (stack, plane) for plane, each in enumerate(some)})
         self.groups, self._stacked = groups, len(self._place)
+        self.bytes_per_token = sum(group.bytes_per_token for group in groups)
 
     def write(self, place: tuple[int, int], states: Tensor) -> Tensor:
         """Puts [batch, heads, n, dim] or [1, heads, nodes, dim] in its slots.

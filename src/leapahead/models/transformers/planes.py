@@ -35,6 +35,11 @@ class Planes:
 
     entries: Tensor
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one slot of one row."""
+        return self.entries[:, 0, :, 0].nbytes
+
     def resize(self, rows: int, capacity: int) -> None:
         """Keeps what fits. New entries are zero: a masked entry is multiplied by a weight of zero, so it is finite."""
         planes, old_rows, heads, old_capacity, dim = self.entries.shape
