@@ -628,6 +628,25 @@ def test_auto_says_once_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.upgraded(*given, exclusive=False) == (executor, {})
 
 
+def test_a_test_without_enough_memory_leaves_the_model_as_it_is(
+    usual: TransformersTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes several times the memory of a short text."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(usual.executor, "device", torch.device("cuda"))
+    monkeypatch.setattr(choice, "CudaGraphs", lambda device: recorded())
+    monkeypatch.setattr(gate, "_tested", fail)
+    why = "its test does not fit the memory of cuda"
+    given: Any = (usual.executor, "llama", usual.ordinary_ids(), (3, 1))
+    with pytest.warns(UserWarning, match=f"of llama are not captured as CUDA graphs, so they take longer .{why}"):
+        assert choice.upgraded(*given, "auto", exclusive=True) == (usual.executor, {choice.STATIC: why})
+    with pytest.raises(Refused, match=rf"cannot be captured \({why}\); leave out static"):
+        choice.upgraded(*given, "graphs", exclusive=True)
+
+
 @pytest.mark.parametrize("mode", ["on", "graph", ""])
 def test_other_modes_are_refused(mode: str) -> None:
     with pytest.raises(BadParameter, match=f"static={mode!r} is not possible; choose one of auto, off, graphs"):

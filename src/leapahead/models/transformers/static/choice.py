@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import IntArray
 from leapahead.models.transformers import devices
@@ -74,15 +76,17 @@ def upgraded(
         found = gate.tested(executor, ids, prompts, backend)
         found.compiler = Compiler() if mode == COMPILED else None
         return found, {}
-    except Refused as error:
+    except (Refused, torch.OutOfMemoryError) as error:
+        # The test keeps two caches, each larger than what a short text takes without captures.
+        why = str(error) if isinstance(error, Refused) else f"its test does not fit the memory of {device}"
         if mode != "auto":
-            raise Refused(f"the forwards of {name} cannot be captured ({error}); leave out static") from error
+            raise Refused(f"the forwards of {name} cannot be captured ({why}); leave out static") from error
         warnings.warn(
-            f"the forwards of {name} are not captured as CUDA graphs, so they take longer ({error})",
+            f"the forwards of {name} are not captured as CUDA graphs, so they take longer ({why})",
             UserWarning,
             stacklevel=2,
         )
-        return executor, {STATIC: str(error)}
+        return executor, {STATIC: why}
 
 
 def _eager_because(executor: Executor) -> str:
