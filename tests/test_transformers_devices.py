@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from leapahead import LLM
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.tree import TokenTree
-from leapahead.models.transformers import devices, families, grouped
+from leapahead.models.transformers import devices, families, grouped, memory
 from leapahead.models.transformers.exact import ExactCache, ExactExecutor
 from leapahead.models.transformers.forward import MaskedExecutor
 from leapahead.models.transformers.kv_cache import KVCache
@@ -125,6 +125,16 @@ def test_exact_mode_is_captured_on_cuda_or_says_once_why_not(monkeypatch: pytest
     assert found == (executor, {"static": why})
     with pytest.raises(Refused, match=r"cannot be captured .*; leave out static"):
         choice.upgraded(executor, "it", np.arange(9), (3, 1), "graphs", True)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_memory_that_torch_keeps_for_reuse_is_free(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `model.generate`, whose cache torch keeps."""
+    torch_on = getattr(torch, kind)
+    monkeypatch.setattr(torch_on, "mem_get_info", lambda device: (1000, 9000))
+    monkeypatch.setattr(torch_on, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch_on, "memory_allocated", lambda device: 200)
+    assert memory.free_bytes(torch.device(kind, 1)) == 1300
 
 
 def test_tensor_parallelism_is_refused_by_name() -> None:

@@ -18,12 +18,12 @@ OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", 
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated on a device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if device.type == "xpu":
-        return int(torch.xpu.mem_get_info(device)[0])
-    return free_host_bytes()
+    """Memory that can still be allocated on a device: what its driver has left, and what torch keeps for reuse."""
+    if device.type not in ("cuda", "xpu"):
+        return free_host_bytes()
+    torch_on = torch.get_device_module(device)
+    kept = torch_on.memory_reserved(device) - torch_on.memory_allocated(device)
+    return int(torch_on.mem_get_info(device)[0] + kept)
 
 
 def usual_tokens(cache: KVCache, device: torch.device) -> int:
