@@ -137,6 +137,21 @@ def test_memory_that_torch_keeps_for_reuse_is_free(kind: str, monkeypatch: pytes
     assert memory.free_bytes(torch.device(kind, 1)) == 1300
 
 
+@pytest.mark.parametrize(("there", "fitting"), [(100_000, 50_000 // 64), (9_000_000, 500_000 // 64)])
+def test_a_cache_on_several_devices_is_bounded_by_the_fullest(
+    there: int, fitting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys of two layers, each on a device of its own: 2 heads of width 8 in 4 bytes."""
+    free = {"cpu": 1_000_000, "meta": there}
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free[device.type])
+    cache = KVCache()
+    cache.begin([cache.take([3, 4], 0)], [2])
+    for layer, device in enumerate(free):
+        cache.write((layer, 0), torch.zeros(1, 2, 2, 8, device=device))
+    cache.end()
+    assert memory.usual_tokens(cache, torch.device("cpu")) == fitting
+
+
 def test_tensor_parallelism_is_refused_by_name() -> None:
     model = BY_NAME["llama"].build()
     model._tp_size = 2

@@ -20,6 +20,7 @@ Knows Transformers' `Cache` interface and tensors; knows neither models nor tree
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -119,7 +120,8 @@ class KVCache(Cache):  # type: ignore[misc]
 
     Attributes:
         limit: greatest number of rows times slots; the nodes of a step come on top.
-        bytes_per_token: of one slot of one row, also while the memory is released; 0 before the first forward.
+        bytes_per_token: of one slot of one row on each device, also while the memory is released; empty before the
+            first forward.
     """
 
     row_class: type[Row] = Row
@@ -129,7 +131,7 @@ class KVCache(Cache):  # type: ignore[misc]
         Cache.__init__(self, layer_class_to_replicate=partial(Layer, proxy(self)))  # type: ignore[arg-type]
         self.limit, self.usual_length, self.block = UNLIMITED, usual_length, block
         self.rows: list[Row] = []
-        self.bytes_per_token = 0
+        self.bytes_per_token = Counter[torch.device]()
         self.forget()
 
     def forget(self) -> None:
@@ -365,7 +367,9 @@ class KVCache(Cache):  # type: ignore[misc]
                 groups.append(stack)
                 self._place.update({each: (stack, plane) for plane, each in enumerate(some)})
         self.groups, self._stacked = groups, len(self._place)
-        self.bytes_per_token = sum(group.bytes_per_token for group in groups)
+        self.bytes_per_token = Counter()
+        for group in groups:
+            self.bytes_per_token[group.entries.device] += group.bytes_per_token
 
     def write(self, place: tuple[int, int], states: Tensor) -> Tensor:
         """Puts [batch, heads, n, dim] or [1, heads, nodes, dim] in its slots.

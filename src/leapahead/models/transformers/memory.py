@@ -27,9 +27,17 @@ def free_bytes(device: torch.device) -> int:
 
 
 def usual_tokens(cache: KVCache, device: torch.device) -> int:
-    """How many tokens fit in the cache's part of the free memory."""
-    share = CACHE_SHARE.get(device.type, CACHE_SHARE["cpu"])
-    return max(FIRST_CAPACITY, int(share * free_bytes(device)) // max(1, cache.bytes_per_token))
+    """How many tokens fit in the cache's part of the free memory, on whichever of its devices has the least.
+
+    Args:
+        cache: after a forward.
+        device: of the model, for a cache without entries.
+    """
+    fitting = [
+        int(CACHE_SHARE.get(there.type, CACHE_SHARE["cpu"]) * free_bytes(there)) // size
+        for there, size in (cache.bytes_per_token or {device: 1}).items()
+    ]
+    return max(FIRST_CAPACITY, min(fitting))
 
 
 @contextmanager
