@@ -1596,6 +1596,18 @@ def test_modes_of_the_calling_thread_change_no_text(mode: str, kind: str) -> Non
     assert texts == texts[:1] * len(texts)
 
 
+def test_a_penalised_text_is_begun_in_one_mode_and_ended_in_another() -> None:
+    """What was counted so far is a tensor where the scores are, as beside a processor."""
+    llm = LLM(BY_NAME["llama"].build())
+    options: Any = {"max_new_tokens": 8, "frequency_penalty": 0.5, "logits_processors": [lambda ids, logits: logits]}
+    expected = llm.generate(TEXT, **options).tokens
+    stream = llm.stream(TEXT, **options)
+    with torch.inference_mode():
+        next(stream)
+    *_, last = stream
+    assert last.result.tokens == expected
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_default_device_changes_no_text(exact: bool) -> None:
     """Of batches, too. With `torch.set_default_device`, tensors that name no device are made there."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from leapahead.core.sampling import UNSETTLED, Sampler
 from leapahead.core.tree import IntArray, TokenTree
-from leapahead.models.choices import FloatArray
+from leapahead.models.choices import FloatArray, Rows
+from leapahead.models.transformers.forward import Outputs
 
 
 class Chosen(NamedTuple):
@@ -28,6 +29,15 @@ class Chosen(NamedTuple):
 
 
 NOT_YET = Chosen()
+
+
+def divided(tree: TokenTree, first: int, outputs: Outputs) -> tuple[Outputs, tuple[Rows, ...]]:
+    """The rows of a tree's nodes from `first` on, and those of each of its probes."""
+    if not tree.probes:
+        return outputs, ()
+    (logits, hidden), nodes = outputs, len(tree) - first
+    probes = torch.split(logits[nodes:], [len(each.tokens) for each in tree.probes])
+    return Outputs(logits[:nodes], None if hidden is None else hidden[:nodes]), tuple(map(Rows, probes))
 
 
 def choose(

@@ -37,7 +37,7 @@ from leapahead.models.base import (
     require,
 )
 from leapahead.models.captured import TopK, prompt_rows
-from leapahead.models.choices import Choices, PromptRows, Rows, best
+from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.prompt_entries import PromptEntries
 from leapahead.models.transformers import (
     changes,
@@ -57,7 +57,6 @@ from leapahead.models.transformers.forward import (
     Executor,
     Layers,
     MaskedExecutor,
-    Outputs,
     State,
 )
 from leapahead.models.transformers.memory import usual_tokens
@@ -300,7 +299,7 @@ class TransformersTarget:
             computed = self.executor.forward(states, rows, num_computed, self._layers(capture))
             prepares = isinstance(self.executor, choice.RECORDING) and self.executor.prepares
             parts = [
-                _divided(tree, first, output)
+                choosing.divided(tree, first, output)
                 for tree, first, output in zip(trees, num_computed or [0] * len(trees), computed, strict=True)
             ]
             outputs = [nodes for nodes, _ in parts]
@@ -369,6 +368,7 @@ class TransformersTarget:
                 raise BadParameter(f"there is no layer {layer} of hidden states: {self.info.name} has 0 to {count - 1}")
         return tuple(layer % count for layer in capture.hidden)
 
+    @computing()  # so that calls in every mode may update what the sampler counts
     def _sampler(self, params: SamplingParams, tokens: list[int]) -> Sampler:
         vocab_size = self.info.vocab_size
         if self._on_host and not params.processors:  # a user's processor is written for tensors
@@ -389,12 +389,3 @@ class TransformersTarget:
             return executors.tested_exact(own, self._name, self._ids, usual_length), {}
         every = executors.executors(self.model, exclusive, usual_length)
         return executors.tested(self.model, self._name, self._ids, every, own)
-
-
-def _divided(tree: TokenTree, first: int, outputs: Outputs) -> tuple[Outputs, tuple[Rows, ...]]:
-    """The rows of a tree's nodes from `first` on, and those of each of its probes."""
-    if not tree.probes:
-        return outputs, ()
-    (logits, hidden), nodes = outputs, len(tree) - first
-    probes = torch.split(logits[nodes:], [len(each.tokens) for each in tree.probes])
-    return Outputs(logits[:nodes], None if hidden is None else hidden[:nodes]), tuple(map(Rows, probes))
