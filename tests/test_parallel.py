@@ -110,6 +110,14 @@ def test_a_forked_process_does_not_end_the_processes_of_its_parent(monkeypatch: 
         assert run(target, "lookahead").tokens == run(ToyTarget()).tokens
 
 
+def test_closing_closes_the_own_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    monkeypatch.setattr(ToyTarget, "close", lambda self: closed.append(self), raising=False)
+    target = divided([ToyTarget(), ToyTarget()])
+    target.close()
+    assert closed == [target.device.target]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize("drafter", DRAFTERS)

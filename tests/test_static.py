@@ -19,7 +19,7 @@ from static_parts import FakeCuda, recorded
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from leapahead import Engine, Request, StopParams
+from leapahead import LLM, Engine, Request, StopParams
 from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
@@ -250,6 +250,23 @@ def test_what_is_captured_reads_no_weights_that_autocast_has_cast_before() -> No
         weights = [args[0] for operation, args, *_ in graph.tape.operations if operation is torch.ops.aten.t.default]
         assert weights
         assert {each.dtype for each in weights if id(each) not in made} <= {torch.float32}
+
+
+def test_closing_releases_what_is_captured_and_its_entries() -> None:
+    """While another engine has a text, its entries stay, and what is captured over them."""
+    cuda = FakeCuda()
+    target = capturing(cuda=cuda)
+    with LLM(target, drafter="plain") as llm:
+        text = llm.generate(PROMPT, max_new_tokens=4).tokens
+        entries, session = weakref.ref(executor_of(target).cache.groups[0].entries), opened(target, PROMPT)
+    assert entries() is not None
+    assert cuda.alive
+    assert target.step([session], [TokenTree.root(PROMPT[-1])])[0][0] == text[0]
+    session.close()
+    llm.close()
+    assert entries() is None
+    assert not cuda.alive
+    assert LLM(target, drafter="plain").generate(PROMPT, max_new_tokens=4).tokens == text
 
 
 @pytest.mark.slow

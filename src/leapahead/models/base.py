@@ -318,11 +318,11 @@ class KeepsPrefixes(Protocol):
 
 
 @runtime_checkable
-class HoldsProcesses(Protocol):
-    """A target that other processes compute for."""
+class HoldsResources(Protocol):
+    """A target that other processes compute for, or that keeps memory for captured forwards."""
 
     def close(self) -> None:
-        """Ends them; the target takes no further sessions. Closing twice is harmless."""
+        """Ends them and releases it, when nobody opens further sessions. Closing twice is harmless."""
 
 
 @runtime_checkable

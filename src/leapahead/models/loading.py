@@ -18,7 +18,7 @@ from leapahead.core.errors import BadParameter, Refused, check_folder, needing
 from leapahead.core.parameters import file_path, flag, is_whole
 from leapahead.core.text import Tokenizer
 from leapahead.models import origin
-from leapahead.models.base import HoldsProcesses, Target
+from leapahead.models.base import HoldsResources, Target
 from leapahead.models.llama_cpp.file import check_file, is_gguf
 from leapahead.models.llama_cpp.options import LlamaCppOptions
 from leapahead.models.openvino.options import OpenVinoOptions, is_openvino
@@ -244,8 +244,8 @@ def _refuse_options(kind: str, model: Any, options: dict[str, Any], cache_tokens
 
 
 def close(target: Target) -> None:
-    """Ends the processes that compute for a target, if there are any."""
-    if isinstance(target, HoldsProcesses):
+    """Ends the processes that compute for a target, and releases memory that it keeps, if there are any."""
+    if isinstance(target, HoldsResources):
         target.close()
 
 

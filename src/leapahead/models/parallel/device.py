@@ -19,6 +19,7 @@ from leapahead.core.tree import IntArray, TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import (
     Capture,
+    HoldsResources,
     IdentifiesWeights,
     KeepsPrefixes,
     Session,
@@ -66,6 +67,11 @@ class Device:
         """The answer of a command."""
         with torch_threads(self.threads):
             return command.run(self)
+
+    def close(self) -> None:
+        """See `HoldsResources`."""
+        if isinstance(self.target, HoldsResources):
+            self.target.close()
 
 
 class Command(Protocol):

@@ -362,7 +362,7 @@ class ParallelTarget:
         return str(self.device.identity[-1])
 
     def close(self) -> None:
-        """Ends the other processes, unless this is a forked one, whose parent they serve. Twice is harmless."""
+        """See `HoldsResources`. A forked process does not end the other ones, which serve its parent."""
         if os.getpid() != self._process:
             return
         patience = 0.0 if self._problem() else END  # after a problem they cannot be told to stop
@@ -372,6 +372,7 @@ class ParallelTarget:
                     self.link.send(rank, [Stop()], PATIENCE)
             self.link.problem = "the target was closed"
         self._end(patience)
+        self.device.close()
 
 
 def _joined(tree: TokenTree, sampler: Sampler, owned: Sequence[Sequence[int]], found: Sequence[Found]) -> Choices:

@@ -329,6 +329,11 @@ class TransformersTarget:
         else:
             self.executor.forget()
 
+    def close(self) -> None:
+        """See `HoldsResources`. While a session is open, as of another `LLM` with this target, the memory stays."""
+        with self.lock:
+            self.executor.forget()
+
     def warm_up(self, sequences: int) -> None:
         """See `WarmsUp`."""
         if isinstance(self.executor, StaticExecutor):
