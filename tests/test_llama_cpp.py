@@ -1144,3 +1144,35 @@ def test_a_model_is_freed_with_its_llm() -> None:
         return llm
 
     assert is_freed(used, "target.model")
+
+
+CLOSES = """
+class Closes:
+    llm = llm
+    def __del__(self):
+        self.llm.close()
+closes = Closes()
+llm.generate([5, 6, 7], max_new_tokens=8)
+"""
+HALF_READ = """
+stream = llm.stream([5, 6, 7] * 5, max_new_tokens=100, ignore_eos=True)
+for _ in range(5):
+    next(stream)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "program"),
+    [
+        ("drafter='plain'", CLOSES),
+        ("drafter='lookahead'", HALF_READ),
+        ("drafter='prompt_lookup', exact=True", HALF_READ),
+    ],
+    ids=["closed", "half read", "half read, exact"],
+)
+def test_nothing_is_released_once_the_end_of_the_interpreter_has_freed_it(options: str, program: str) -> None:
+    """Which comes before the end of the global variables, and was a segmentation fault."""
+    program = f"import sys, leapahead\nllm = leapahead.LLM(sys.argv[1], n_threads=1, {options}){program}print('ended')"
+    command = [sys.executable, "-c", program, str(gguf_models.llama())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")

@@ -222,6 +222,11 @@ class Context:
         self.seconds, self._gives_hidden = 0.0, False
         self._make_batch(4 * self.n_batch)
 
+    @property
+    def alive(self) -> bool:
+        """Whether it is still there: the end of the interpreter frees it before the objects that refer to it."""
+        return self._free.alive
+
     def _make_batch(self, n_ids: int) -> None:
         """Allocates the one batch that all forwards use: llama.cpp reads our arrays in place."""
         n = self.n_batch

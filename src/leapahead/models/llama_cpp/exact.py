@@ -117,7 +117,7 @@ class ExactLlamaCppTarget(LlamaCppTarget):
     def release(self, session: LlamaCppSession) -> None:
         """Ends a session; the cells of whole chunks of its prompt stay for a prompt that begins with it."""
         track = session.track
-        if session in self._sessions:
+        if session in self._sessions and self.context.alive:
             self._discard_tree(track)
             track.length = min(track.length, session.chunked) // CHUNK * CHUNK
             self.context.remove(track.main, track.length)

@@ -300,11 +300,13 @@ class LlamaCppTarget:
         """Ends a session; its cells stay for a prompt that begins with its tokens, while there is room."""
         if session in self._sessions:
             self._sessions.remove(session)
-            self._cells.release(session.track, session.tokens, keep=CHAIN in self.info.capabilities)
+            if self.context.alive:
+                self._cells.release(session.track, session.tokens, keep=CHAIN in self.info.capabilities)
 
     def forget(self) -> None:
         """Empties the cache of what is kept for prompts to come."""
-        self._cells.forget()
+        if self.context.alive:
+            self._cells.forget()
 
     def weights_digest(self) -> str:
         """See `IdentifiesWeights`."""
