@@ -7,10 +7,12 @@ import random
 import subprocess
 import sys
 import time
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import enumerate as enumerate_threads
 from threading import get_ident
 from typing import Any, ClassVar
 
@@ -1014,6 +1016,36 @@ def test_the_thread_of_asyncio_ends_before_the_interpreter() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "['MainThread']\n", "")
+
+
+def threads() -> int:
+    return sum(thread.name == "leapahead" for thread in enumerate_threads())
+
+
+def soon(is_so: Callable[[], bool]) -> bool:
+    """Whether it is so within a second."""
+    end = time.monotonic() + 1
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.001)
+    return is_so()
+
+
+def test_an_async_llm_that_is_dropped_ends_its_thread_and_frees_its_model() -> None:
+    before = threads()
+    llm = AsyncLLM(ToyTarget(), drafter="plain")
+    asyncio.run(llm.generate([1], max_new_tokens=2))
+    kept = weakref.ref(llm.llm.engine)
+    assert threads() == before + 1
+    del llm
+    assert soon(lambda: threads() == before and kept() is None)
+
+
+def test_threads_of_one_llm_do_not_gather() -> None:
+    """Of an `AsyncLLM` for each request, which leaves the `LLM` as it is."""
+    llm, before = LLM(ToyTarget(), drafter="plain"), threads()
+    texts = [asyncio.run(AsyncLLM(llm).generate([1], max_new_tokens=5)).tokens for _ in range(10)]
+    assert soon(lambda: threads() == before)
+    assert texts == [llm.generate([1], max_new_tokens=5).tokens] * 10
 
 
 def test_a_text_that_fails_is_not_kept_waiting_for_the_others_of_its_call() -> None:

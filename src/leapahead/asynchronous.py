@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Self, Unpack, overload
+from weakref import finalize
 
 from leapahead.api import LLM
 from leapahead.core.errors import BadParameter, LeapaheadError
@@ -17,6 +18,8 @@ from leapahead.results import Piece, Result
 
 class AsyncLLM:
     """An `LLM` for asyncio: tasks await their texts, which are decoded together in a thread of its own.
+
+    The thread ends, and frees the model if nothing else refers to it, when the object is closed or deleted.
 
     Args:
         model: an `LLM`, or what `LLM` takes as its model, which is loaded at once.
@@ -34,6 +37,7 @@ class AsyncLLM:
             raise BadParameter(f"{', '.join(options)} belong to the LLM, which is made already; give them to LLM(...)")
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._driver = Driver(self.llm.engine)
+        finalize(self, self._driver.stop).atexit = False  # the thread would keep the engine and its model
 
     async def __aenter__(self) -> Self:
         return self

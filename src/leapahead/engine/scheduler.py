@@ -198,21 +198,21 @@ class Engine:
         finally:
             self.cancel(*handles)
 
-    def run_forever(self) -> None:
-        """Drives the engine until it is closed, for a thread of the caller's own."""
+    def run_forever(self, ended: Callable[[], bool] = lambda: False) -> None:
+        """Drives the engine until it is closed, or `ended` is true after a change, for a thread of the caller's own."""
         while True:
             with self._changed:
                 if not self._has_work():
                     openmp.release()
-                    self._changed.wait_for(lambda: self._closed or self._has_work())
-                if self._closed:
+                    self._changed.wait_for(lambda: self._closed or ended() or self._has_work())
+                if self._closed or ended():
                     return
             try:
                 self._turn.drive(self.step)
             except BaseException as error:  # nobody else would hear of it
-                ended = of_request(error)
+                failure = of_request(error)
                 for running in self._active:
-                    running.error = running.error or ended
+                    running.error = running.error or failure
 
     @property
     def is_stepping(self) -> bool:
