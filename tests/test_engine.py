@@ -1030,6 +1030,27 @@ def soon(is_so: Callable[[], bool]) -> bool:
     return is_so()
 
 
+@pytest.mark.parametrize("where", ["criterion", "progress"])
+def test_a_text_that_fails_ends_its_call_while_the_one_before_it_is_decoded(where: str) -> None:
+    """Not only when that is complete."""
+    lengths: list[int] = []
+
+    def criterion(tokens: Sequence[int]) -> bool:
+        if tokens[0] == 2:
+            lengths.append(len(tokens))
+            return False
+        return where == "progress" or bool(1 // 0)
+
+    def progress(done: int, total: int) -> None:
+        assert where == "criterion" or 1 // 0
+
+    target = Limited(4)
+    with pytest.raises(ZeroDivisionError):
+        LLM(target, drafter="plain").generate([[2], [1]], max_new_tokens=80, criteria=[criterion], progress=progress)
+    assert len(lengths) < 10
+    assert not target.open_sessions
+
+
 def test_an_async_llm_that_is_dropped_ends_its_thread_and_frees_its_model() -> None:
     before = threads()
     llm = AsyncLLM(ToyTarget(), drafter="plain")

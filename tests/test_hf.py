@@ -470,6 +470,20 @@ def test_seeds(llama: Any) -> None:
     assert numbers.tolist() == ours(llama, BATCH, seed=5, **options).tolist()
 
 
+def test_a_row_that_fails_ends_its_call_while_the_row_before_it_is_decoded(llama: Any) -> None:
+    lengths = []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids[0, 0] != PAD:  # the second row has no padding
+            raise ZeroDivisionError
+        lengths.append(ids.shape[1])
+        return scores
+
+    with pytest.raises(ZeroDivisionError):
+        ours(llama, BATCH, logits_processor=LogitsProcessorList([processor]), max_new_tokens=60)
+    assert max(lengths) < 20
+
+
 def test_rows_of_a_refused_batch_are_not_decoded(llama: Any) -> None:
     """Where a later row is refused, the next call decodes its own rows alone."""
     called = []

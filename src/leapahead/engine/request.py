@@ -19,13 +19,14 @@ from leapahead.core.stop import StopParams
 from leapahead.core.text import Detokenizer
 from leapahead.drafters.base import Drafter
 from leapahead.engine.output import Output, TokenLogprobs
-from leapahead.models.base import LOGITS, TargetInfo, require
+from leapahead.models.base import LOGITS, Capture, TargetInfo, require
 from leapahead.models.choices import Choices
 from leapahead.models.decoder import AT_START, DecoderInput
 from leapahead.models.prompt_entries import PromptEntries
 from leapahead.planner.draft import Proposal, SectionStore, Step
 
 MAX_LOGPROBS = 2**18  # all of the largest vocabularies
+SHORT = 16  # new tokens; the captured rows of a prompt cost more than they bring to a shorter text
 GREEDY, UNTIL_FULL = SamplingParams(), StopParams()
 
 
@@ -105,6 +106,16 @@ class Request:
             given = len(self.begin.text or info.decoder.start)
             params = info.decoder.applied(params, given, self.stop.max_new_tokens)
         return replace(self, sampling=params)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its prompt and of the longest text."""
+        return len(self.tokens) + self.stop.max_new_tokens
+
+    def prompt_capture(self) -> Capture:
+        """What its drafter captures of its prompt."""
+        capture = self.drafter.capture_of(self.tokens, self.owner)
+        return capture if self.stop.max_new_tokens > SHORT else replace(capture, top_k=0)
 
     @property
     def lossy(self) -> str:

@@ -29,6 +29,7 @@ from leapahead.engine.loop import Running, step
 from leapahead.engine.output import Output
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.turn import Turn, of_request
+from leapahead.engine.waiting import raise_error
 from leapahead.models.base import KeepsPrefixes, Session, Target, checked_prompt
 from leapahead.models.choices import PromptRows
 from leapahead.models.encoder_decoder import opened
@@ -36,8 +37,6 @@ from leapahead.planner.acceptance import AcceptanceTable
 from leapahead.planner.chunk import LARGEST, chunk_size, step_tokens
 from leapahead.planner.compiled import acceptance_table
 from leapahead.planner.profile import LatencyProfiles
-
-SHORT = 16  # new tokens; the captured rows of a prompt cost more than they bring to a shorter text
 
 
 class Engine:
@@ -47,8 +46,7 @@ class Engine:
         target: the model.
         tokenizer: of the target, for stop strings.
         max_batch: greatest number of requests stepped together.
-        prefill_chunk: greatest number of prompt tokens read between two steps of running requests. By default as many
-            as take about four plain steps, by the latency profile.
+        prefill_chunk: greatest number of prompt tokens read between two steps; by default what takes four plain ones.
         latency, acceptance: the times of forwards and the counts of accepted drafts, shared with other engines; by
             default the profile that is stored for the target, and the priors of this package.
     """
@@ -71,7 +69,7 @@ class Engine:
         self.acceptance = acceptance or acceptance_table()
         self._size = size = [0]  # of the batch under way; the engine itself would be kept in a cycle
         host = Host(target.info, self.latency, self.acceptance, tokenizer, target, running=lambda: size[0])
-        self._drafters, self._queue = AttachedDrafters(target, host), deque[Handle]()
+        self._drafters, self._queue, self._failures = AttachedDrafters(target, host), deque[Handle](), 0
         self._samples: dict[Handle, list[Handle]] = {}  # first of several samples of a prompt -> the others
         self._prompt_rows: dict[Handle, list[PromptRows]] = {}  # captured for those others
         self._turn, self._active, self._closed, self._leaving = Turn(target), list[Running](), False, False
@@ -189,12 +187,15 @@ class Engine:
         Raises:
             Exception: what ended the first of them that failed; the others are cancelled then.
         """
+        known = -1  # failures of all requests; thousands of handles are looked through after another one only
         try:
             for handle in handles:
                 while not handle.done:
                     self._turn.drive(self.step)
-                if handle.error is not None:
-                    raise handle.error
+                    if self._failures != known:
+                        known = self._failures
+                        raise_error(handles)
+            raise_error(handles)
         finally:
             self.cancel(*handles)
 
@@ -285,10 +286,8 @@ class Engine:
         return handle.done or any(each.handle is handle for each in self._active)
 
     def _open(self, handle: Handle) -> None:
-        request, new_tokens = handle.request, handle.request.stop.max_new_tokens
-        capture = request.drafter.capture_of(request.tokens, request.owner)
-        capture = capture if new_tokens > SHORT else replace(capture, top_k=0)
-        given = request.sampling, request.begin, capture, len(request.tokens) + new_tokens, request.owner
+        request = handle.request
+        given = request.sampling, request.begin, request.prompt_capture(), request.longest, request.owner
         running = self._start(opened(self.target, request.tokens, *given), handle)
         if not running.session.unread:
             self._fork(running)
@@ -395,6 +394,7 @@ class Engine:
         if not handle.told:  # an interrupted end is repeated, so that a waiting thread hears of it, once
             handle.told = True
             handle.wake()
+        self._failures += handle.error is not None  # `notify` may have raised it
 
     def _has_work(self) -> bool:
         return bool(self._queue) or any(each.handle.cancelled or not each.handle.paused for each in self._active)

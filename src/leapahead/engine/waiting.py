@@ -61,9 +61,15 @@ def over(handles: Sequence[Handle]) -> bool:
     return all(handle.done for handle in handles) or any(handle.error is not None for handle in handles)
 
 
+def raise_error(handles: Iterable[Handle]) -> None:
+    """Raises what ended the first of these that has failed."""
+    for handle in handles:
+        if handle.error is not None:
+            raise handle.error
+
+
 def check(handle: Handle) -> None:
     """Raises what ended a request before its text was complete."""
-    if handle.error is not None:
-        raise handle.error
+    raise_error([handle])
     if handle.finish_reason == "cancelled":
         raise LeapaheadError("the request was cancelled, since the LLM was closed")
