@@ -586,10 +586,23 @@ def test_eos_by_anyones_word(tiny_folder: Path, tokenizer: Any) -> None:
     assert set(loading.eos_token_ids(loaded.target, None)) == {3, 5, 7}
 
 
-def test_a_tokenizer_by_name(tiny_folder: Path, tmp_path: Path) -> None:
-    assert LLM(ToyTarget(), tokenizer=str(tiny_folder)).tokenizer is not None
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_tokenizer_by_name(tiny_folder: Path, tmp_path: Path, kind: type[str | Path]) -> None:
+    assert LLM(ToyTarget(), tokenizer=kind(tiny_folder)).tokenizer is not None
     with pytest.raises(BadParameter, match=r"has no tokenizer_config.json, so it is not a tokenizer"):
-        LLM(ToyTarget(), tokenizer=str(tmp_path))
+        LLM(ToyTarget(), tokenizer=kind(tmp_path))
+
+
+def test_a_wrong_tokenizer_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    for wrong, says in (
+        (tmp_path / "missing", "there is no folder"),
+        (Tokenizer(models.BPE()), "a tokenizer must be a loaded one, .*, or its name or folder, got Tokenizer"),
+        (5, "a tokenizer must be .*, got int"),
+    ):
+        with pytest.raises(BadParameter, match=says):
+            LLM(str(tmp_path), tokenizer=wrong)  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------- bad input

@@ -95,7 +95,7 @@ class LLM:
         model: Any = None,
         *,
         engine: str = "auto",
-        tokenizer: Tokenizer | str | None = None,
+        tokenizer: Tokenizer | str | Path | None = None,
         drafter: str | registry.DrafterClass = "auto",
         dtype: str = "auto",
         device: str = "auto",

@@ -60,7 +60,7 @@ def load(
     model: Any = None,
     *,
     engine: str = "auto",
-    tokenizer: Tokenizer | str | None = None,
+    tokenizer: Tokenizer | str | Path | None = None,
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
@@ -101,6 +101,11 @@ def load(
     kind, found, ends = engine_of(model, engine), None, tuple[int, ...]()
     place = {"engine": engine, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code, **options}
     _refuse_options(kind, model, options, cache_tokens)
+    if isinstance(tokenizer, (str, Path)):  # before the model, whose load may take long
+        tokenizer = load_tokenizer(str(tokenizer), trust_remote_code)
+    elif tokenizer is not None and not all(hasattr(tokenizer, each) for each in ("encode", "decode", "eos_token_id")):
+        what = "a loaded one, such as those of Transformers, or its name or folder"
+        raise BadParameter(f"a tokenizer must be {what}, got {type(tokenizer).__name__}")
     if kind == "llama.cpp":
         cache = {"sequences": sequences, "branching": branching, "cells": cells}
         target, gguf_tokenizer = _gguf(model, dtype, device, exact, cache, options)
@@ -130,12 +135,7 @@ def load(
             target, found = _launch(names, load_on, {**given, "dtype": str(dtype).removeprefix("torch.")})
     if kind in ENGINES:
         origin.remember(target, **place)
-    if isinstance(tokenizer, str):
-        found = load_tokenizer(tokenizer, trust_remote_code)
-    elif tokenizer is not None and not callable(getattr(tokenizer, "encode", None)):
-        raise BadParameter(f"tokenizer={tokenizer!r} is not possible: give a loaded tokenizer, or its name or folder")
-    elif tokenizer is not None:
-        found = tokenizer
+    found = found if tokenizer is None else tokenizer
     return Loaded(target, found, tuple(dict.fromkeys((*ends, *eos_token_ids(target, found)))))
 
 
