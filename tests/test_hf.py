@@ -53,9 +53,10 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from leapahead import Budget, DrafterCache, Proposal, SequenceDrafter, SequenceView, Stats, TokenTree
+from leapahead import LLM, Budget, DrafterCache, Proposal, SequenceDrafter, SequenceView, Stats, TokenTree
 from leapahead.core.errors import BadParameter, ContextOverflow, Refused
 from leapahead.core.forks import Mutex
+from leapahead.core.text import fingerprint
 from leapahead.drafters import registry
 from leapahead.drafters.base import Drafter
 from leapahead.integrations import hf, hf_engine, hf_fields
@@ -1067,6 +1068,24 @@ def test_a_drafter_cache_can_be_saved(llama: Any, tmp_path: Path) -> None:
     stats: list[Stats] = []
     ours(llama, BATCH, "suffix", drafter_cache=loaded, stats=stats)
     assert sum(each.accepted for each in stats) > 30
+
+
+def test_a_saved_drafter_cache_is_shared_with_an_llm(llama: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Here the tokenizer is not known. The first `LLM` that uses the cache names it, for a saved one too."""
+    own, file = DrafterCache(), tmp_path / "cache"
+    ours(llama, BATCH, "suffix", drafter_cache=own)
+    own.save(file)
+    llm = LLM(llama, tokenizer=tokenizer, drafter="suffix", drafter_cache=file)
+    prompt = SINGLE["input_ids"][0].tolist()
+    assert llm.generate(prompt, max_new_tokens=5).tokens == theirs(llama, SINGLE, max_new_tokens=5)[0, 9:].tolist()
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["another token"])
+    for drafter_cache in (llm.save_drafter_cache(), llm.drafter_cache):
+        with pytest.raises(BadParameter, match=f"belongs to the tokenizer '{fingerprint(tokenizer)}' and the model"):
+            LLM(llama, tokenizer=other, drafter_cache=drafter_cache)
+    ours(llama, BATCH, "suffix", drafter_cache=llm.drafter_cache)
+    own.merge(file)
+    assert own.tokenizer == fingerprint(tokenizer)
 
 
 @pytest.mark.slow

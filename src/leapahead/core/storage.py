@@ -15,6 +15,11 @@ from typing import Any
 from leapahead.core.errors import BadParameter
 
 
+def real(path: str | Path) -> Path:
+    """The file itself, where the path is a symbolic link: what replaces the file keeps the link."""
+    return Path(os.path.realpath(path))
+
+
 def replaceable(file: Path) -> Path:
     """Where a new file is renamed to, so that it takes the place of `file`: a symbolic link stays, its target changes.
 
@@ -24,7 +29,7 @@ def replaceable(file: Path) -> Path:
     if os.path.exists(file) and not os.path.isfile(file):  # false for a name that is too long, of which Path complains
         what = "a folder" if file.is_dir() else "a device or another special file"
         raise BadParameter(f"{file} cannot be written, because it is {what}; name another file")
-    return Path(os.path.realpath(file)) if os.path.islink(file) else file
+    return real(file) if os.path.islink(file) else file
 
 
 @contextmanager

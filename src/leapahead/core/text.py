@@ -81,6 +81,11 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return sha256(json.dumps(known).encode()).hexdigest()[:16]
 
 
+def unnamed(vocab_size: int) -> str:
+    """In place of the fingerprint of a tokenizer that is not known."""
+    return f"vocabulary of {vocab_size}"
+
+
 def difference(one: Tokenizer, other: Tokenizer) -> str:
     """Describes the first difference of two tokenizers; "" if none is found.
 

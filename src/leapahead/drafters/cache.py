@@ -18,7 +18,6 @@ All methods may be called from any thread, and a section has a lock of its own.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from io import BytesIO
@@ -28,7 +27,8 @@ from typing import TypeVar
 from leapahead.core.errors import BadParameter
 from leapahead.core.forks import Mutex
 from leapahead.core.parameters import file_path, flag
-from leapahead.core.storage import replaceable
+from leapahead.core.storage import real, replaceable
+from leapahead.core.text import unnamed
 from leapahead.drafters import cache_file
 from leapahead.drafters.cache_file import Arrays, Contents, SavedSection
 from leapahead.drafters.cache_ledger import Entry, Ledger
@@ -102,14 +102,14 @@ class DrafterCache:
 
     @property
     def tokenizer(self) -> str:
-        """The fingerprint of the tokenizer; "" while the cache belongs to no vocabulary."""
+        """The fingerprint of the tokenizer, or `core.text.unnamed`; "" while the cache belongs to no vocabulary."""
         with self._lock:
             if not isinstance(self._tokenizer, str):
                 self._tokenizer = self._tokenizer()
             return self._tokenizer
 
     def belong(self, tokenizer: str | Callable[[], str], vocab_size: int) -> None:
-        """Binds the cache to a vocabulary.
+        """Binds the cache to a vocabulary. Where its tokenizer was not known, that is taken to be the one named first.
 
         Args:
             tokenizer: its fingerprint, or a function that computes it, called only if it must be compared or saved.
@@ -119,13 +119,17 @@ class DrafterCache:
             BadParameter: the cache belongs to another vocabulary.
         """
         with self._lock:
-            if not self.vocab_size:
+            if self._is_unnamed(vocab_size):
                 self._tokenizer, self.vocab_size = tokenizer, vocab_size
             elif difference := self._difference(tokenizer if isinstance(tokenizer, str) else tokenizer(), vocab_size):
                 raise BadParameter(
                     f"the drafter cache{f' {self.path}' if self.path else ''} belongs to {difference[0]} and the model "
                     f"has {difference[1]}; use another drafter cache for each vocabulary"
                 )
+
+    def _is_unnamed(self, vocab_size: int) -> bool:
+        """Whether it belongs to no vocabulary yet, or to one of this size whose tokenizer is not known."""
+        return not self.vocab_size or (self.vocab_size == vocab_size and self.tokenizer == unnamed(vocab_size))
 
     def _difference(self, tokenizer: str, vocab_size: int) -> tuple[str, str] | None:
         """Our vocabulary and the other one, in words; None if they are the same."""
@@ -153,7 +157,7 @@ class DrafterCache:
         Raises:
             BadParameter: as of `load`; or it belongs to another vocabulary.
         """
-        contents = cache_file.read(_real(file_path("path", path)))
+        contents = cache_file.read(real(file_path("path", path)))
         assert contents is not None
         with self._lock:
             self._merge_contents(contents)
@@ -175,8 +179,8 @@ class DrafterCache:
                 self.unknown[name] = saved
 
     def _adopt(self, origin: Path | str, tokenizer: str, vocab_size: int) -> None:
-        """Takes the vocabulary of what is merged, if this cache belongs to none yet."""
-        if not self.vocab_size:
+        """Takes the vocabulary of what is merged, if this cache has no name for its own yet."""
+        if self._is_unnamed(vocab_size):
             self._tokenizer, self.vocab_size = tokenizer, vocab_size
         elif difference := self._difference(tokenizer, vocab_size):
             raise BadParameter(
@@ -313,7 +317,7 @@ class DrafterCache:
             raise BadParameter("the drafter cache has no file; name the file to save it to")
         if not self.vocab_size:
             raise BadParameter("the drafter cache belongs to no vocabulary yet; pass it to an LLM, then save it")
-        file = _real(replaceable(named))
+        file = real(replaceable(named))
         try:
             with cache_file.locked(file):
                 if not replace and file.exists():
@@ -336,8 +340,3 @@ class DrafterCache:
                 stacklevel=2,
             )
         return named
-
-
-def _real(path: str | Path) -> Path:
-    """The file itself, where the path is a symbolic link: a save replaces the file and keeps the link."""
-    return Path(os.path.realpath(path))

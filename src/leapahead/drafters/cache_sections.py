@@ -7,7 +7,7 @@ from pathlib import Path
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.parameters import file_path
-from leapahead.core.text import Tokenizer, fingerprint
+from leapahead.core.text import Tokenizer, fingerprint, unnamed
 from leapahead.drafters.cache import DrafterCache
 from leapahead.drafters.cache_file import not_written
 
@@ -65,4 +65,4 @@ def given(drafter_cache: DrafterCache | str | Path | bool) -> DrafterCache | Non
 
 def vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> str:
     """The name by which a drafter cache identifies a model's tokens."""
-    return f"vocabulary of {vocab_size}" if tokenizer is None else fingerprint(tokenizer)
+    return unnamed(vocab_size) if tokenizer is None else fingerprint(tokenizer)

@@ -15,6 +15,7 @@ import torch
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.forks import Mutex
+from leapahead.core.text import unnamed
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.scheduler import Engine
@@ -64,7 +65,7 @@ class ModelEngine:
         found = self._drafter_cache if given is True else cache_sections.given(given)
         if found is not None:
             size = self.target.info.vocab_size
-            found.belong(found.tokenizer or f"vocabulary of {size}", size)  # the tokenizer itself is not known here
+            found.belong(found.tokenizer or unnamed(size), size)  # the tokenizer itself is not known here
         return found
 
     def idle(self, model: Any) -> ModelEngine:
