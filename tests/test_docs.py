@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import leapahead
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -130,6 +132,21 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert page.exists(), f"{path.name}: {target}"
             # A documented name has its place by a directive; the build of the site looks for it.
             assert not anchor or anchor.startswith("leapahead.") or anchor in anchors(page), f"{path.name}: {link}"
+
+
+def test_what_is_called_as_an_attribute_of_the_package_is_one() -> None:
+    """Other modules of it must be imported by name."""
+    for path in DOCUMENTS:
+        called = re.findall(r"\bleapahead\.(\w+)[\w.]*\(", path.read_text(encoding="utf-8"))
+        assert {*called} <= {*leapahead.__all__, "hf"}, path.name
+
+
+def test_every_member_that_the_reference_names_exists() -> None:
+    for path in sorted((ROOT / "docs/reference").glob("*.md")):
+        blocks = re.findall(r"^::: leapahead\.(\w+)\n.*\n +members: \[(.+)\]", path.read_text(encoding="utf-8"), re.M)
+        for owner, members in blocks:
+            for name in members.split(", "):
+                assert hasattr(getattr(leapahead, owner), name), f"{path.name}: {owner}.{name}"
 
 
 def anchors(page: Path) -> set[str]:
