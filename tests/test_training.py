@@ -288,6 +288,34 @@ def test_a_loss_that_is_no_number_ends_the_training(target: TrainingTarget, text
         training.run(QUIET)
 
 
+@pytest.mark.parametrize(
+    ("error", "batch", "remedy"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), 4, "go on with --resume, batch=2 and accumulate=6"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 99, "batch=12 and accumulate=6"),
+        (torch.OutOfMemoryError("CUDA out of memory."), 1, "begin a new folder with fewer max_new_tokens"),
+    ],
+)
+def test_a_step_without_enough_memory_ends_the_training_in_one_sentence(
+    target: TrainingTarget,
+    texts: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    batch: int,
+    remedy: str,
+) -> None:
+    own, training = made(target, texts, settings_of("eagle3", batch=batch, accumulate=3), tmp_path / "checkpoint")
+
+    def loss(*args: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(own, "loss", loss)
+    size = min(batch, len(texts))
+    with pytest.raises(LeapaheadError, match=f"out of memory in a training step, batch {size}, on cpu; .*{remedy}"):
+        training.run(QUIET)
+
+
 def test_a_batch_of_tokens_that_the_head_cannot_propose_is_no_error(
     target: TrainingTarget, texts: Any, tmp_path: Path
 ) -> None:

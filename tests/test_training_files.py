@@ -461,9 +461,9 @@ def test_a_run_is_resumed_with_the_same_settings_only(tmp_path: Path) -> None:
         folder.check(settings, resume=True)
     folder.begin(settings)
     folder.check(settings, resume=True)
-    folder.check(Settings("eagle3", data="a", steps=9, lr=1e-3), resume=True)
-    with pytest.raises(LeapaheadError, match=r"batch=8 is not possible with --resume, because .* was begun with 16"):
-        folder.check(Settings("eagle3", data="a", batch=8), resume=True)
+    folder.check(Settings("eagle3", data="a", steps=9, lr=1e-3, batch=8, accumulate=2), resume=True)
+    with pytest.raises(LeapaheadError, match=r"seed=8 is not possible with --resume, because .* was begun with 0"):
+        folder.check(Settings("eagle3", data="a", seed=8), resume=True)
     folder.check(Settings("eagle3", data="b", batch=8), resume=False)  # no text was written yet
     folder.texts.touch()
     with pytest.raises(LeapaheadError, match="is not empty; give a new folder, or go on with --resume"):

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from leapahead.core.errors import BadParameter
+from leapahead.models.transformers.memory import out_of_memory_in
 from leapahead.training.batches import Order
 from leapahead.training.optimizer import Optimizer
 from leapahead.training.recipe import Found
@@ -163,13 +164,14 @@ class Training:
 
         Raises:
             BadParameter: the loss is not a finite number, or a checkpoint cannot be written.
+            LeapaheadError: the memory of the device is exhausted.
         """
         if self.is_done:
             return self.state
         self.recipe.module.train()
         started = watch.clock() - self.state.seconds
         saved = watch.clock()
-        with watch.interrupts() as stop:
+        with self._memory(), watch.interrupts() as stop:
             while not self.is_done and not stop():
                 self.state.add(self._step())
                 now = watch.clock()
@@ -180,6 +182,14 @@ class Training:
                     saved = watch.clock()
             self._save(watch.say)
         return self.state
+
+    def _memory(self) -> AbstractContextManager[None]:
+        """A context in which exhausted memory is told with what helps, fewer texts in a forward."""
+        size = self.order.size
+        remedy = f"go on with --resume, batch={size // 2} and accumulate={2 * self.settings.accumulate}"
+        if size == 1:
+            remedy = "begin a new folder with fewer max_new_tokens or, for a head, a smaller draft_vocab"
+        return out_of_memory_in("a training step", size, self.recipe.device, remedy)
 
     def _done(self) -> tuple[int, int]:
         """Steps or seconds that are done, and how many there are."""

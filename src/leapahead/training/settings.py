@@ -60,7 +60,7 @@ EAGLE_RATE = 0.5  # divided by the hidden size: 2e-3 for 256, 1.2e-4 for 4096
 MUON_RATES = {EAGLE: 1.5, EAGLE3: 1.5, PEAGLE: 1.5, DFLASH: 3.0, DFLASH2: 3.0}
 PASS_RATE = 1e-2
 TUNING_RATE = 0.05  # of whole models, divided by the hidden size: 5e-4 for 96, 5e-5 for 1024
-CHANGEABLE = ("minutes", "steps", "lr")  # when a run is resumed
+CHANGEABLE = ("minutes", "steps", "lr", "batch", "accumulate")  # when a run is resumed
 
 
 @dataclass(frozen=True)

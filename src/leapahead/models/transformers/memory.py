@@ -15,6 +15,7 @@ from leapahead.models.transformers.kv_cache import FIRST_CAPACITY, KVCache
 CACHE_SHARE = {"cuda": 0.7, "cpu": 0.5}
 # The texts of torch's errors that are no `OutOfMemoryError`: of the CPU, MPS and cuBLAS.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+SMALLER = "use a smaller batch, a shorter context, or dtype bfloat16"  # what helps in decoding
 
 
 def free_bytes(device: torch.device) -> int:
@@ -41,12 +42,14 @@ def usual_tokens(cache: KVCache, device: torch.device) -> int:
 
 
 @contextmanager
-def out_of_memory_in(what: str, batch: int, device: torch.device) -> Iterator[None]:
+def out_of_memory_in(what: str, batch: int, device: torch.device, remedy: str = SMALLER) -> Iterator[None]:
     """Turns torch's errors of exhausted memory into one clear sentence; other errors pass.
 
     Args:
         what: the computation, for the message.
         batch: its number of sequences.
+        device: where it is computed.
+        remedy: what the user can do.
     """
     try:
         yield
@@ -54,7 +57,4 @@ def out_of_memory_in(what: str, batch: int, device: torch.device) -> Iterator[No
         is_memory = isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in OUT_OF_MEMORY)
         if not is_memory:
             raise
-        raise LeapaheadError(
-            f"out of memory in {what}, batch {batch}, on {device}; use a smaller batch, a shorter context, or dtype "
-            "bfloat16"
-        ) from error
+        raise LeapaheadError(f"out of memory in {what}, batch {batch}, on {device}; {remedy}") from error
