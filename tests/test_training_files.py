@@ -59,11 +59,12 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_prompts_of_every_form(tmp_path: Path) -> None:
-    message = {"role": "user", "content": "d"}
-    records = [{"prompt": "a"}, {"question": "b"}, {"turns": ["c", "later"]}, {"messages": [message]}]
+    message, answer = {"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}
+    chats = [[message], [message, answer], [message, answer, message]]
+    records = [{"prompt": "a"}, {"question": "b"}, {"turns": ["c", "later"]}, *({"messages": chat} for chat in chats)]
     (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, records)))
     found = tasks.read_file(tmp_path / "some.jsonl")
-    assert found.prompts == ["a", "b", [{"role": "user", "content": "c"}], [message]]
+    assert found.prompts == ["a", "b", [{"role": "user", "content": "c"}], chats[0], chats[0], chats[2]]
     (tmp_path / "lines.txt").write_bytes(b"one\n\n two\r\n")
     assert tasks.read_file(tmp_path / "lines.txt").prompts == ["one", " two"]
     assert tasks.read_file(tmp_path / "lines.txt", 1).prompts == ["one"]
@@ -84,6 +85,7 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
         ('{"prompt": 1}', "the field 'prompt' holds no text"),
         ('{"messages": []}', "the field 'messages' holds no messages"),
         ('{"messages": [{"role": "user"}]}', "a message must have the texts 'role' and 'content'"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "must have a message that the model is to answer"),
         ('["a"]', "line 1 is not a JSON object"),
         ('{"turns": []}', "the field 'turns' holds no text"),
         ('{"prompt": "a", "prediction": 1}', "'prediction' must be text"),

@@ -9,7 +9,8 @@
 A single category of mt_bench has the name mt_bench/CATEGORY. A file with any other name is a task of its own, see
 `read_file`.
 
-Of a conversation only the first turn is used, since later turns refer to an answer that every model writes itself.
+Of a conversation only the first turn is used, since later turns refer to an answer that every model writes itself. Of
+a chat, answers of the assistant at the end are left out, as in the data of fine-tunings: the model writes its own.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ def read_file(path: Path, limit: int | None = None) -> Task:
 
     Args:
         path: JSON lines (.jsonl, .json, .ndjson) that have one of the fields `prompt`, `question`, `turns`, of which
-            the first is used, and `messages`, those of a chat; beside a prompt that is text there may be `prediction`,
-            the text that is expected. Files with another suffix have a prompt in each line.
+            the first is used, and `messages`, those of a chat, without answers of the assistant at its end; beside a
+            prompt that is text there may be `prediction`, the text that is expected. Files with another suffix have a
+            prompt in each line.
         limit: greatest number of prompts, taken at equal distances from the file.
 
     Raises:
@@ -319,10 +321,15 @@ def _prompt(record: dict[str, Any], field: str, where: str) -> Prompt:
 
 
 def _messages(value: Any, where: str) -> Prompt:
-    """The messages of a chat."""
+    """The messages of a chat, up to the last one that the model is to answer."""
     if not isinstance(value, list) or not value:
         raise BadParameter(f"{where}: the field 'messages' holds no messages")
     for message in value:
         if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
             raise BadParameter(f"{where}: a message must have the texts 'role' and 'content'")
-    return [{name: message[name] for name in ("role", "content")} for message in value]
+    found = [{name: message[name] for name in ("role", "content")} for message in value]
+    while found and found[-1]["role"] == "assistant":
+        found.pop()
+    if not found:
+        raise BadParameter(f"{where}: the field 'messages' must have a message that the model is to answer")
+    return found

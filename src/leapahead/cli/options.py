@@ -24,8 +24,8 @@ MODEL_GROUP, DRAFTER_GROUP, TEXT_GROUP = "Model options", "Drafter options", "Te
 INPUT_GROUP = "Input options"
 EXISTING_FILE = HomePath(exists=True, dir_okay=False, path_type=Path)
 FILE_OF_PROMPTS = (
-    "JSON lines (.jsonl) with one of the fields prompt, question, turns and messages, or a text file with a prompt on "
-    "each line"
+    "JSON lines (.jsonl) with one of the fields prompt, question, turns and messages (answers at the end are left "
+    "out), or a text file with a prompt on each line"
 )
 
 
