@@ -41,7 +41,7 @@ from leapahead.training import card, export, texts  # noqa: E402
 from leapahead.training.features import Online, Stored, training_target  # noqa: E402
 from leapahead.training.loop import State  # noqa: E402
 from leapahead.training.recipes import draft_vocabulary  # noqa: E402
-from leapahead.training.run import gathered, run_of  # noqa: E402
+from leapahead.training.run import gathered, run_of, train_head  # noqa: E402
 from leapahead.training.settings import MUON_RATES, TRAINED, DraftSettings, Folder, Settings  # noqa: E402
 from leapahead.training.texts import Wish  # noqa: E402
 
@@ -360,6 +360,22 @@ def test_a_written_head_is_read_with_equal_logits(kind: str, draft_vocab: int, t
         result = llm.generate([5, 6, 7], max_new_tokens=24)
         assert result.tokens == llm.generate([5, 6, 7], max_new_tokens=24, drafter="plain").tokens
         assert result.stats.drafted > 0
+
+
+def test_a_head_is_written_before_it_is_evaluated(
+    tiny_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where long texts take more memory than there is in the evaluation, the training is not lost."""
+
+    def evaluate(*args: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("leapahead.training.run.evaluate", evaluate)
+    settings = Settings("medusa", data=str(data), max_new_tokens=4, steps=1, batch=2, held_out=0.3, depths=1)
+    with pytest.raises(MemoryError):
+        train_head(LLM(str(tiny_folder)), settings, tmp_path / "run", QUIET)
+    config, _ = checkpoint.read(tmp_path / "run" / "head")
+    assert config.kind == "medusa"
 
 
 def _logits(module: Any, states: Any, tokens: Any) -> Any:

@@ -17,7 +17,6 @@ from leapahead.training.evaluate import Evaluation, evaluate
 from leapahead.training.export import export
 from leapahead.training.features import Features, Online, Stored, training_target
 from leapahead.training.loop import State, Training, Watch
-from leapahead.training.recipe import Recipe
 from leapahead.training.recipes import config_of, recipe
 from leapahead.training.settings import Folder, RunSettings, Settings
 from leapahead.training.texts import Text, Wish
@@ -85,10 +84,11 @@ def train_head(
     state = training.run(watch)
     if not training.is_done:
         return Trained(complete, state, None)
+    export(own, folder.trained)
     sets = {**by_temperature(held_out), **sets}
     found = evaluate(own, Online(target, own.layers), sets, watch.progress)
     run = run_of(complete, trained, folder, state, found, measured, command)
-    write(own, run, folder.trained)
+    card.write(folder.trained, card.text(own, run), card.figures(run))
     return Trained(complete, state, folder.trained, found)
 
 
@@ -118,16 +118,6 @@ def run_of(
 def _files(settings: RunSettings, folder: Folder) -> list[Path]:
     """The files of the texts that are trained on: those of an earlier run, and those that this one writes."""
     return [Path(settings.texts)] * bool(settings.texts) + [folder.texts] * bool(settings.data)
-
-
-def write(own: Recipe, run: card.Run, folder: Path) -> None:
-    """Writes the head, its model card and its curves.
-
-    Raises:
-        BadParameter: a file cannot be written.
-    """
-    export(own, folder)
-    card.write(folder, card.text(own, run), card.figures(run))
 
 
 def gathered(
