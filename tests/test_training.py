@@ -23,6 +23,7 @@ from leapahead.core.stats import Stats  # noqa: E402
 from leapahead.models import loading  # noqa: E402
 from leapahead.planner.acceptance import AcceptanceTable  # noqa: E402
 from leapahead.training import evaluate, export, loop, losses, recipes  # noqa: E402
+from leapahead.training.attention import DraftedAttention  # noqa: E402
 from leapahead.training.batches import Order, batch_of  # noqa: E402
 from leapahead.training.evaluate import CANDIDATES, DEPTH, FRONTIER, NODES  # noqa: E402
 from leapahead.training.features import Online, TrainingTarget, training_target  # noqa: E402
@@ -423,6 +424,27 @@ def test_acceptance_is_that_of_drafting_place_by_place(
     assert found.tree == pytest.approx(found.tokens / steps[FRONTIER])
     assert found.depths == pytest.approx([r / max(1, n) for r, n in zip(right, reached, strict=True)])
     assert found.tree > 1
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
+def test_the_memory_of_an_evaluation_is_bounded(
+    kind: str, target: TrainingTarget, texts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of a long text are computed once, and at few of its places is drafted together."""
+    own = recipes.recipe(target, settings_of(kind), texts)
+    text = texts[7]
+    expected = evaluate.evaluate(own, Online(target, own.layers), {"one": [text]}, silent)
+    shapes, attend = [], DraftedAttention.__call__
+
+    def noting(self: DraftedAttention, layer: int, q: Any, k: Any, v: Any) -> Any:
+        shapes.append((q.shape[0], q.shape[2]))
+        return attend(self, layer, q, k, v)
+
+    monkeypatch.setattr(DraftedAttention, "__call__", noting)
+    monkeypatch.setattr(evaluate, "ROWS", 3 * len(text.tokens))
+    assert evaluate.evaluate(own, Online(target, own.layers), {"one": [text]}, silent) == expected
+    assert shapes.count((1, len(text.tokens) - 1)) == 1
+    assert max(places for places, _ in shapes) == 3
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])

@@ -45,13 +45,13 @@ class DraftedAttention:
         self._levels.append({})
 
     def select(self, visible: Tensor) -> None:
-        """The rows that follow are drafted below some of the committed ones.
+        """The rows that follow are drafted below some of the committed ones, not below those that were drafted.
 
         Args:
             visible: bool [batch, rows or 1, committed rows], the committed rows that each of them sees. There are
                 several of the same text if there was one text so far.
         """
-        self._visible = visible
+        self._visible, self._levels = visible, []
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k = k.to(v.dtype)  # rotary positions may have widened q and k

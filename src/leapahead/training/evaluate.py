@@ -8,13 +8,13 @@ drafted tokens that the text goes on with: of a chain, and of a tree of the like
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from leapahead.drafters.heads.modules import RowModule
 from leapahead.training.attention import DraftedAttention
 from leapahead.training.batches import Batch, batch_of
 from leapahead.training.block_recipes import DFlashRecipe, HydraRecipe
@@ -26,6 +26,7 @@ from leapahead.training.texts import Progress, Text
 DEPTH, NODES = 5, 16
 FRONTIER, CANDIDATES = 4, 8  # nodes of a level that are continued, and tokens after each of them
 TOGETHER = 32  # places of a text that are drafted at together
+ROWS = 1 << 15  # of a text, times these places: EAGLE's attention copies the keys and values of a text for each place
 EVERYTHING = 1 << 30  # tokens of a prompt
 
 
@@ -134,20 +135,38 @@ class HydraDrafts(Drafts):
         return found.float()
 
 
+@dataclass(frozen=True)
+class Committed:
+    """The rows of a text that are not drafted, which are computed once.
+
+    Attributes:
+        attend: their keys and values.
+        visible: bool [1, rows, rows], which of them each one sees.
+        states: [1, rows, hidden_size], the outputs.
+    """
+
+    attend: DraftedAttention
+    visible: Tensor
+    states: Tensor
+
+    @classmethod
+    def of(cls, recipe: RowRecipe, batch: Batch) -> Committed:
+        """Those of a batch of one text."""
+        count = batch.tokens.shape[1] - 1
+        visible = batch.visible[:, :count, :count]
+        attend = DraftedAttention(visible)
+        positions = torch.arange(count, device=visible.device)[None]
+        states = recipe.module(batch.tokens[:, 1:], recipe.read(batch.states[:, :count]), positions, attend)
+        return cls(attend, visible, states)
+
+
 class RowDrafts(Drafts):
     """EAGLE and EAGLE-3: every node is a row below that of its parent."""
 
-    def __init__(self, recipe: RowRecipe, batch: Batch, rows: Tensor) -> None:
-        self._recipe, self._rows = recipe, rows
-        self._module: RowModule = recipe.module
-        count = batch.tokens.shape[1] - 1
-        visible = batch.visible[:, :count, :count]
-        self._attend = DraftedAttention(visible)
-        positions = torch.arange(count, device=rows.device)[None]
-        states = recipe.read(batch.states[:, :count])
-        states = self._module(batch.tokens[:, 1:], states, positions, self._attend)
-        self._attend.select(visible[0, rows][:, None])
-        self._states = states[0, rows][:, None]
+    def __init__(self, recipe: RowRecipe, committed: Committed, rows: Tensor) -> None:
+        self._recipe, self._rows, self._attend = recipe, rows, committed.attend
+        self._attend.select(committed.visible[0, rows][:, None])
+        self._states = committed.states[0, rows][:, None]
 
     def first(self) -> Tensor:
         return self._recipe.logits(0, self._states).float()
@@ -156,15 +175,15 @@ class RowDrafts(Drafts):
         above = self._states.gather(1, parents[..., None].expand(-1, -1, self._states.shape[-1]))
         self._attend.descend(parents)
         positions = (self._rows + depth)[:, None].expand_as(tokens)
-        self._states = self._module(*self._recipe.drafted(tokens, above), positions, self._attend)
+        self._states = self._recipe.module(*self._recipe.drafted(tokens, above), positions, self._attend)
         return self._recipe.logits(depth, self._states).float()
 
 
 class ParallelDrafts(RowDrafts):
     """P-EAGLE: the rows of all depths are masks, so the candidates of a depth are the same below every node."""
 
-    def __init__(self, recipe: RowRecipe, batch: Batch, rows: Tensor) -> None:
-        super().__init__(recipe, batch, rows)
+    def __init__(self, recipe: RowRecipe, committed: Committed, rows: Tensor) -> None:
+        super().__init__(recipe, committed, rows)
         self.depths, self._found = recipe.depths, [super().first()]
         for depth in range(1, recipe.depths):
             parents = torch.zeros_like(rows)[:, None]
@@ -177,17 +196,19 @@ class ParallelDrafts(RowDrafts):
         return self._found[depth].expand(-1, tokens.shape[1], -1)
 
 
-def drafts_of(recipe: Recipe, batch: Batch, rows: Tensor) -> Drafts:
-    """Drafts below rows of a batch of one text; a row has the state up to its position and the token behind it."""
-    if isinstance(recipe, ParallelRecipe):
-        return ParallelDrafts(recipe, batch, rows)
+def drafts_of(recipe: Recipe, batch: Batch) -> Callable[[Tensor], Drafts]:
+    """Makes drafts below rows of a batch of one text; a row has the state up to its position and the token behind it.
+
+    Drafts are made when those before are not asked any more.
+    """
     if isinstance(recipe, RowRecipe):
-        return RowDrafts(recipe, batch, rows)
+        kind = ParallelDrafts if isinstance(recipe, ParallelRecipe) else RowDrafts
+        return partial(kind, recipe, Committed.of(recipe, batch))
     if isinstance(recipe, HydraRecipe):
-        return HydraDrafts(recipe, batch, rows)
+        return partial(HydraDrafts, recipe, batch)
     if isinstance(recipe, DFlashRecipe) and recipe.config.is_chained:
-        return ChainedDrafts(recipe, batch, rows)
-    return BlockDrafts(recipe, batch, rows)
+        return partial(ChainedDrafts, recipe, batch)
+    return partial(BlockDrafts, recipe, batch)
 
 
 @dataclass(frozen=True)
@@ -288,11 +309,13 @@ def _measure(recipe: Recipe, batch: Batch, totals: _Totals) -> None:
     places = torch.arange(max(begin - 1, 1), length - 1, device=batch.tokens.device)  # the newest committed tokens
     chains: list[Tensor] = []
     trees: list[Tensor] = []
-    for some in torch.split(places, TOGETHER):
+    drafts_at = drafts_of(recipe, batch)
+    together = min(TOGETHER, max(1, ROWS // length)) if isinstance(recipe, RowRecipe) else TOGETHER
+    for some in torch.split(places, together):
         below = some[:, None] + 1 + torch.arange(DEPTH, device=some.device)
         truth = torch.where(below < length, batch.tokens[0, below.clamp(max=length - 1)], -1)
         for counts, nodes, frontier, candidates in ((chains, DEPTH, 1, 1), (trees, NODES, FRONTIER, CANDIDATES)):
-            levels = grow(drafts_of(recipe, batch, some - 1), recipe.vocabulary, DEPTH, frontier, candidates)
+            levels = grow(drafts_at(some - 1), recipe.vocabulary, DEPTH, frontier, candidates)
             counts.append(accepted(levels, truth, nodes))
     totals.add(torch.cat(chains).tolist(), torch.cat(trees).tolist())
 
