@@ -9,6 +9,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import heads
@@ -20,11 +21,12 @@ from safetensors import SafetensorError
 
 from leapahead import LLM, Request
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused
-from leapahead.drafters.heads import cache, checkpoint, formats, networks
+from leapahead.drafters.heads import cache, checkpoint, formats, load, networks
 from leapahead.drafters.heads.config import HeadConfig
 from leapahead.drafters.heads.head import Head
 from leapahead.drafters.heads.row_head import RowHead, RowText
 from leapahead.drafters.sources.head import HeadSource
+from leapahead.training.features import training_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:the head")  # which may take as long as the tiny model
 
@@ -793,6 +795,25 @@ def test_eagle_uses_the_layers_of_its_target(tiny_model: Any, tokenizer: Any, tm
     module = head_of(llm, tmp_path).module
     assert torch.equal(module.lm_head.weight, tiny_model.lm_head.weight)
     assert module.embed_tokens.weight.data_ptr() == tiny_model.model.embed_tokens.weight.data_ptr()  # not a copy
+
+
+def test_layers_of_a_target_are_copied_to_the_device_of_the_head(tiny_model: Any, tmp_path: Path) -> None:
+    """Of a target on several devices, the output layer lies on the last one. The device of the test is meta."""
+    config, tensors = checkpoint.read(heads.write(tmp_path, "eagle", vocabulary(tiny_model)))
+    with LLM(tiny_model) as llm:
+        target = SimpleNamespace(info=llm.target.info, model=tiny_model, device="meta")
+    module = load.load(config, tensors, target, "it").module
+    assert {each.device.type for each in module.parameters()} == {"meta"}
+
+
+def test_an_output_layer_that_is_offloaded_is_refused(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = deepcopy(tiny_model)
+    accelerate.disk_offload(model.lm_head, str(tmp_path / "offloaded"), torch.device("cpu"))
+    folder = heads.write(tmp_path / "head", "eagle", vocabulary(tiny_model))
+    assert "shows none, as where it is offloaded; load the target" in refused(Refused, model, tokenizer, folder)
+    with LLM(model) as llm, pytest.raises(Refused, match=r"no head can be trained for .* lie on cpu and meta, since"):
+        training_target(llm.target)
 
 
 SHORT = "--max-new-tokens 8 --head HEAD"

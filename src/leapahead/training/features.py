@@ -114,6 +114,11 @@ def training_target(target: Target) -> TrainingTarget:
             f"{list(shape)}"
         )
     embedding, output = (weight.detach() for weight in weights)
+    if embedding.device != output.device or output.is_meta:
+        raise Refused(
+            f"no head can be trained for {info.name}, whose embedding and output layer lie on {embedding.device} and "
+            f"{output.device}, since it is divided or offloaded; load it on one device"
+        )
     found = TrainingTarget(target.model, info.name, *shape, info.layers, embedding, output)
     _check_output(found)
     return found

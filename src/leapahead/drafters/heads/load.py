@@ -81,7 +81,7 @@ def load(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str)
         config = replace(config, decoder=_decoder(network, info.name, name))
     with _named(name), torch.device("meta"):
         module: Any = networks.make(config)
-    shared = _shared(module, tensors, network, info.name, name)
+    shared = _shared(module, tensors, network, info.name, name, device)
     tensors |= shared
     _check_tensors(module, tensors, name)
     with _named(name):  # a rotary embedding is computed, so its size must be known to be that of the tensors
@@ -202,9 +202,12 @@ def _decoder(network: Any, target: str, name: str) -> dict[str, Any]:
 
 
 def _shared(
-    module: torch.nn.Module, tensors: dict[str, Tensor], network: Any, target: str, name: str
+    module: torch.nn.Module, tensors: dict[str, Tensor], network: Any, target: str, name: str, device: torch.device
 ) -> dict[str, Tensor]:
-    """The embedding and the output layer of the target, for a head that has none of its own."""
+    """The embedding and the output layer of the target, for a head that has none of its own.
+
+    They are copied to the head's device where they lie on another one, as those of a target on several devices do.
+    """
     expected = module.state_dict().keys()
     wanted = {
         own: of
@@ -225,9 +228,12 @@ def _shared(
     found = {}
     for own, of in wanted.items():
         weight = weight_of(getattr(network, of)())
-        if weight is None:
-            raise Refused(f"the head {name} has no {own} of its own, and the target {target} shows none")
-        found[own] = weight.detach()
+        if weight is None or weight.is_meta:
+            raise Refused(
+                f"the head {name} has no {own} of its own, and the target {target} shows none, as where it is "
+                "offloaded; load the target where it fits, or use a head that has one"
+            )
+        found[own] = weight.detach().to(device)
     return found
 
 
