@@ -13,12 +13,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import save_file  # noqa: E402
 from training_parts import QUIET, VOCABULARY, model_of, small_model, stopping, texts_of  # noqa: E402
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel  # noqa: E402
 
 from leapahead import LLM  # noqa: E402
 from leapahead.bench.conditions import silent  # noqa: E402
-from leapahead.core.errors import LeapaheadError  # noqa: E402
+from leapahead.core.errors import LeapaheadError, Refused  # noqa: E402
 from leapahead.models import loading  # noqa: E402
 from leapahead.training import decoding, draft_model  # noqa: E402
 from leapahead.training.batches import Order  # noqa: E402
@@ -297,6 +298,22 @@ def test_a_draft_model_with_its_own_code_drafts_where_it_was_trained(
         decoding.evaluations(target, None, sets, silent, "", **how)
     (found,) = decoding.evaluations(target, None, sets, silent, "", **how, trust_remote_code=True)
     assert found.tokens
+
+
+def test_models_whose_weights_cannot_be_trained_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    small_model().save_pretrained(tmp_path)
+    peft.LoraConfig(target_modules=["q_proj"], r=2).save_pretrained(tmp_path)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    adapter = {f"{name}A.weight": torch.ones(2, 16), f"{name}B.weight": torch.ones(16, 2)}
+    save_file(adapter, tmp_path / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Refused, match=r"small cannot be trained, since its folder has an adapter .*merge_and_unload"):
+        Student.load(str(tmp_path), "small", torch.device("cpu"))
+    model = small_model()
+    model.is_quantized = True
+    monkeypatch.setattr("leapahead.training.student.load_files", lambda *_: (model, None, tmp_path))
+    with pytest.raises(Refused, match="small cannot be trained, since its weights are quantised; give one"):
+        Student.load(str(tmp_path), "small", torch.device("cpu"))
 
 
 def test_what_cannot_be_distilled_is_refused(target: Any, tiny_folder: Path) -> None:

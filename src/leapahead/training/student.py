@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from leapahead.core.errors import BadParameter
+from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.text import Tokenizer, difference
 from leapahead.models import loading
 from leapahead.models.transformers import families
@@ -72,11 +72,18 @@ class Student:
 
         Raises:
             BadParameter: there is no such model, or it is none of Transformers.
-            Refused: it is no causal language model.
+            Refused: it is no causal language model, its weights are quantised, or it has an adapter.
         """
         if loading.engine_of(path) != "transformers":
             raise BadParameter(f"{name} cannot be trained; give the folder of Transformers that it was made from")
         model, tokenizer, _ = load_files(path, "auto", trust_remote_code)
+        if getattr(model, "is_quantized", False):
+            raise Refused(f"{name} cannot be trained, since its weights are quantised; give one whose weights are not")
+        if getattr(model, "peft_config", None):  # all but the adapter would be left as it is, and not be written
+            raise Refused(
+                f"{name} cannot be trained, since its folder has an adapter beside the weights; save the result of "
+                "PEFT's merge_and_unload as a model, and give that"
+            )
         dtype = model.dtype
         return cls(model.float().to(device), tokenizer, dtype, name)
 
