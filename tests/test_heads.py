@@ -596,8 +596,11 @@ def test_missing_misshapen_and_unknown_tensors_are_refused(
 def test_other_kinds_and_wrong_mappings_are_refused(tiny_model: Any, tokenizer: Any, tmp_path: Path) -> None:
     size = vocabulary(tiny_model)
     tensors = heads.tensors_of("eagle3", size, drafted=100)
-    checkpoint.write(tmp_path / "a", heads.config_of("eagle3", size, speculators_model_type="xpress"), tensors)
-    assert "of kind 'xpress'" in refused(Refused, tiny_model, tokenizer, tmp_path / "a")
+    for kind in ("xpress", "eagle"):  # the latter is supported in EAGLE's own format
+        checkpoint.write(tmp_path / "a", heads.config_of("eagle3", size, speculators_model_type=kind), tensors)
+        message = refused(Refused, tiny_model, tokenizer, tmp_path / "a")
+        assert f"of kind {kind!r} in the format of speculators, which" in message
+        assert message.endswith("are medusa, eagle3, peagle, dflash, dflash2, dspark, mtp")
     tensors["d2t"] = torch.full((100,), size)
     checkpoint.write(tmp_path / "b", heads.config_of("eagle3", size), tensors)
     assert "the file is broken" in refused(BadParameter, tiny_model, tokenizer, tmp_path / "b")

@@ -136,7 +136,10 @@ def _of_speculators(config: Mapping[str, Any], shapes: Shapes, where: str) -> He
         return _eagle(config, config["transformer_layer_config"], shapes, where)
     if kind in DFLASHES:
         return _dflash(config, shapes, where)
-    raise Refused(f"{where} holds a head of kind {kind!r}, which is not supported; supported are {', '.join(KINDS)}")
+    raise Refused(
+        f"{where} holds a head of kind {kind!r} in the format of speculators, which is not supported; supported in "
+        f"this format are {', '.join((MEDUSA, EAGLE3, PEAGLE, *DFLASHES, MTP))}"
+    )
 
 
 def _probes(config: Mapping[str, Any], shapes: Shapes, where: str) -> HeadConfig:
