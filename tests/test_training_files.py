@@ -207,7 +207,9 @@ def test_texts_of_another_run_and_further_prompts_are_trained_on_together(
     assert [llm.tokenizer.decode(text.prompt) for text in found[len(before) :]] == ["def more", "class More"]
     state = State(step=1, seconds=1.0, points=[[1, 1.0]])
     run = run_of(settings.complete(64), found, folder, state, (), {"gpu": None, "cpu": "a core"}, "")
-    assert "to the prompts of `prompts.jsonl` and `others.jsonl`;" in card.training(run, "")
+    told = card.training(run, "")
+    assert "to the prompts of `prompts.jsonl` and `others.jsonl`;" in told
+    assert "1 steps of 8 texts (1.0 epochs)" in told  # fewer than a batch
 
 
 def test_prompts_to_evaluate_with_that_do_not_fit_are_refused_before_a_text_is_decoded(

@@ -168,7 +168,7 @@ def _method(settings: RunSettings) -> str:
 def training(run: Run, method: str) -> str:
     """The paragraph that tells on which texts and how long was trained; `method` is its last sentence."""
     settings, state = run.settings, run.state
-    texts = settings.batch * settings.accumulate
+    texts = min(settings.batch, run.texts) * settings.accumulate
     files = " and ".join(f"`{name}`" for name in run.data)
     return (
         f"{run.texts:,} texts of the target, {run.tokens:,} tokens of its answers to the prompts of {files};\n"
