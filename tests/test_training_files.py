@@ -597,6 +597,7 @@ def test_trainings_name_their_own_extra(
     ("args", "message"),
     [
         (["--data", "missing.jsonl"], "there is no file missing.jsonl"),
+        (["--data", os.devnull], f"{os.devnull} is a pipe or a device, and a training reads its files twice; give a"),
         (["--data", "{empty}"], "holds no prompts"),
         (["--data", "{data}", "--evaluate", "missing.jsonl"], "there is no file missing.jsonl"),
         (["--texts", "."], ". is a folder; give a file, such as a training's texts.jsonl"),

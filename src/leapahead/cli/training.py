@@ -197,6 +197,8 @@ def train(
         if Path(file).is_dir():
             raise BadParameter(f"{file} is a folder; give a file, such as a training's {Path(file) / 'texts.jsonl'}")
         if not Path(file).is_file():
+            if Path(file).exists():
+                raise BadParameter(f"{file} is a pipe or a device, and a training reads its files twice; give a file")
             raise BadParameter(f"there is no file {file}")
     if not resume:  # what a run was begun with cannot be left out
         _check_decoding(settings)
