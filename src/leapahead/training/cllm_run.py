@@ -107,7 +107,9 @@ def train_cllm(
         target, tokenizer, [*trained, *watched], settings.block, together, folder.trajectories, watch.progress
     )
     own = CllmRecipe(student, executor, complete, recorded, executor.model)
-    order = Order([each.text for each in recorded[: len(trained)]], settings.batch, settings.seed)
+    known, only_watched = {each.index for each in recorded}, {text.index for text in watched}
+    watched = [text for text in watched if text.index in known]  # a text that came out short has no trajectory
+    order = Order([each.text for each in recorded if each.index not in only_watched], settings.batch, settings.seed)
     training = Training(own, order, own.batch, complete, folder.checkpoint, own.batch(watched) if watched else None)
     state = training.run(watch)
     if not training.is_done:
