@@ -165,10 +165,19 @@ def test_the_logits_of_a_warm_up_are_not_kept_until_the_first_step(install: Inst
 def test_steps_without_drafted_tokens_are_sampled_as_without_a_proposer(install: Install) -> None:
     install()
     runner = Runner(Proposer(config())).runner
+    runner.input_batch = Some(sampling_metadata=Some())  # as of vLLM 0.22
     drafted, plain = Some(num_draft_tokens=[0, 2]), Some(num_draft_tokens=[0, 0])
     assert runner._sample("logits", drafted) == ("logits", drafted)
     assert runner._sample("logits", plain) == ("logits", None)
     assert runner._sample("logits", None) == ("logits", None)
+    for budgets, expected in (
+        (None, None),  # the model is no reasoning model
+        (Some(has_tracked_requests=lambda: False), None),
+        (Some(has_tracked_requests=lambda: True), plain),
+    ):
+        runner.input_batch.sampling_metadata.thinking_budget_state_holder = budgets
+        assert runner._sample("logits", plain) == ("logits", expected)
+    runner.input_batch.sampling_metadata = Some()
     runner.drafter = Some()  # another method's
     assert runner._sample("logits", plain) == ("logits", plain)
     del runner.drafter

@@ -154,6 +154,18 @@ def test_a_prediction_is_accepted_as_text_and_as_tokens(run: Run, model: Path) -
     assert "outside the vocabulary" in found["log"]
 
 
+def test_the_thinking_budget_of_a_request_changes_no_other_text(run: Run) -> None:
+    """In steps without drafts the end of its thinking was forced into the text of the first request."""
+    calls = [call("free", PROMPTS[:2]), call("limited", PROMPTS[:2], {}, {"thinking_token_budget": 30})]
+    reasoning = {"reasoning_config": {"reasoning_start_str": "def", "reasoning_end_str": "class"}}
+    plain = completed(run(calls, **reasoning))
+    first, second = zip(plain["texts"]["free"], plain["texts"]["limited"], strict=True)
+    assert first[0] == first[1]
+    assert second[0] != second[1]
+    nothing = {"leapahead": {"sources": "prediction"}}  # no request has one, so no step has drafts
+    same(plain, run(calls, speculative_config=OURS, additional_config=nothing, **reasoning))
+
+
 def test_sampled_requests_beside_greedy_ones_get_no_drafts_on_a_cpu(run: Run) -> None:
     """With the rejection sampler's error, drafts of the greedy ones would be verified wrongly, too."""
     mixed = [

@@ -337,17 +337,20 @@ def _sample_plainly(runner: Any) -> None:
     """Makes the model runner call its usual sampler in steps without drafted tokens, which is only faster.
 
     The rows of logits and their order are the same then: one for each request. Where the method is another one than
-    expected, it is left alone.
+    expected, it is left alone, as are batches with a `thinking_token_budget`: with speculative decoding, vLLM's usual
+    sampler would force the end of all thinking into the first request's text. vLLM 0.22 has no such state of a batch.
     """
     inner: Callable[..., Any] | None = getattr(runner, "_sample", None)
     if inner is None or list(signature(inner).parameters) != ["self", "logits", "spec_decode_metadata"]:
         return
 
     def sampled(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        budgets = getattr(self.input_batch.sampling_metadata, "thinking_budget_state_holder", None)
         plain = (
             spec_decode_metadata is not None
             and isinstance(getattr(self, "drafter", None), Proposer)
             and not any(spec_decode_metadata.num_draft_tokens)
+            and not (budgets is not None and budgets.has_tracked_requests())
         )
         return inner(self, logits, None if plain else spec_decode_metadata)
 
