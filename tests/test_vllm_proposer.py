@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace as Some
@@ -332,6 +333,21 @@ def test_the_drafter_cache_is_saved_and_loaded(install: Install, tmp_path: Path)
         accepted.append(proposer.figures.accepted.total())
         proposer._save()
     assert accepted[1] > accepted[0] + 5
+
+
+def test_what_was_learned_is_saved_while_no_request_comes(install: Install, tmp_path: Path) -> None:
+    """It was saved in a later step alone, and vLLM's server kills its engine when it is stopped."""
+    install()
+    file = tmp_path / "texts.cache"
+    options = {"drafter_cache": str(file), "sources": "suffix", "save_seconds": 0.05}
+    runner = Runner(proposer := Proposer(config(options=options)))
+    runner.serve(Job("x", [3, 1, 4, 1, 5], 30))
+    runner.host.forward()  # the end of a request is seen in the next step
+    until = time.monotonic() + 10
+    while not (file.exists() and cache_sections.load(file).sections["suffix"].figures()["texts"]):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    proposer._end()
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")

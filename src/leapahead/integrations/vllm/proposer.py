@@ -11,10 +11,6 @@
 vLLM passes none of this to a custom class. Where one of them is not as expected, one sentence in the log tells what is
 missing, and drafting goes on with the rest. vLLM verifies the drafts itself, so they change no greedy text; a sampled
 text is exact in distribution, but not the one of the same seed without drafts.
-
-On CPUs, vLLM's rejection sampler reads uninitialised memory where it spreads the temperatures of requests over drafted
-tokens (https://github.com/vllm-project/vllm/issues/55005). Where that is found, sampled requests get no drafts, and the
-function is replaced by a correct one, since it spoils greedy requests in a batch with sampled ones, too.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from multiprocessing.util import Finalize
-from threading import Thread
+from threading import TIMEOUT_MAX, Event, Thread
 from time import monotonic
 from typing import Any
 from weakref import ref
@@ -40,11 +36,11 @@ from leapahead.integrations.vllm.adapter import Adapter
 from leapahead.integrations.vllm.batch import Batch
 from leapahead.integrations.vllm.figures import Figures, Metrics
 from leapahead.integrations.vllm.options import parsed
+from leapahead.integrations.vllm.rejection_sampler import WRAPPED, spoils_sampling
 from leapahead.models.base import CHAIN, TOP_K, TargetInfo
 
 OLDEST, NEWEST = (0, 22), (0, 33)  # versions whose interfaces are those that are used here
 TESTED = "0.32"
-WRAPPED = "_leapahead"  # marks a method that is wrapped already
 PRECISIONS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
 ERRORS = 3  # failed steps in a row after which nothing is drafted any more
 LOOK_SECONDS = 1.0  # between two looks at the figures
@@ -75,7 +71,7 @@ class Proposer:
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self.options = parsed(vllm_config.additional_config)
         self._cpu = str(vllm_config.device_config.device_type) == "cpu"
-        self._sampled = not (self._cpu and _spoils_sampling())
+        self._sampled = not (self._cpu and spoils_sampling())
         self._told = _wrap_runner()
         if not self._told and not self._sampled:
             raise Refused(
@@ -94,13 +90,16 @@ class Proposer:
         # Hidden states of a step, and their logits, which are dropped with them: no step takes those of a warm-up.
         self._logits: tuple[ref[Any], Any] | None = None
         self._forward: Batch | None = None
-        self._looked = self._reported = self._saved = monotonic()
+        self._looked = self._reported = monotonic()
+        self._ended = Event()
         self._errors = 0  # in a row
         if not self._is_asked:
             return
         self._make_adapter(frozenset({CHAIN, TOP_K} if self._told else {CHAIN}))
         # Unlike those of `atexit`, these run in forked processes, too, and vLLM may fork its engine.
         Finalize(None, self._end, exitpriority=0)
+        if self._cache is not None and self._cache.path is not None:
+            Thread(target=self._save_regularly, daemon=True).start()
 
     @property
     def figures(self) -> Figures:
@@ -232,7 +231,7 @@ class Proposer:
         return cache
 
     def _look(self, now: float) -> None:
-        """Sends the metrics, and logs the figures and saves the drafter cache where it is time to."""
+        """Sends the metrics, and logs the figures where it is time to."""
         self._looked = now
         assert self._adapter is not None
         figures, options = self._adapter.figures, self.options
@@ -240,15 +239,18 @@ class Proposer:
         if options.report_seconds and now - self._reported >= options.report_seconds:
             self._reported = now
             log.info("leapahead: %s", figures)
-        if self._cache is not None and self._cache.path is not None and now - self._saved >= options.save_seconds:
-            self._saved = now
-            Thread(target=self._save, daemon=True).start()
 
     def _end(self) -> None:
         """When the process ends: learns from the texts that no later step has ended, and writes what was learned."""
         assert self._adapter is not None
+        self._ended.set()
         self._adapter.close()
         if self._cache is not None and self._cache.path is not None:
+            self._save()
+
+    def _save_regularly(self) -> None:
+        """Writes what was learned every `save_seconds`; also while there is no step, since vLLM may kill its engine."""
+        while not self._ended.wait(min(self.options.save_seconds, TIMEOUT_MAX)):
             self._save()
 
     def _save(self) -> None:
@@ -363,34 +365,3 @@ def _ask_always(runner: Any) -> None:
 
 
 TOLD = ("sampled_token_ids", "scheduler_output", "sample_hidden_states", "spec_decode_metadata")
-
-
-def _spoils_sampling() -> bool:
-    """Whether this vLLM loses the result of spreading numbers over drafted tokens; a correct function replaces it.
-
-    Raises:
-        Refused: it cannot be replaced.
-    """
-    torch = import_module("torch")
-    sampler: Any = import_module("vllm.v1.sample.rejection_sampler")
-
-    def is_right() -> bool:
-        values, ends = torch.tensor([0.625, 3.0, 0.125]), torch.tensor([2, 3, 6], dtype=torch.int32)
-        found = sampler.expand_batch_to_tokens(values, ends, 6, 3, 7)
-        return bool(found.tolist() == [0.625, 0.625, 7.0, 0.125, 0.125, 0.125])
-
-    def spread(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
-        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).to(torch.int64)
-        values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
-        return torch.repeat_interleave(values, counts, output_size=num_tokens)
-
-    inner = sampler.expand_batch_to_tokens
-    if getattr(inner, WRAPPED, False):
-        return True  # it was wrong when the first engine of this process was made
-    if is_right():
-        return False
-    setattr(spread, WRAPPED, True)
-    sampler.expand_batch_to_tokens = spread
-    if not is_right():
-        raise Refused("this vLLM verifies drafts wrongly on CPUs where requests are sampled, so nothing can be drafted")
-    return True
