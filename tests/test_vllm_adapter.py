@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from leapahead.core.errors import BadParameter, Refused
+from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
 from leapahead.integrations.vllm.adapter import MISSED, Adapter
 from leapahead.integrations.vllm.batch import Batch
@@ -230,6 +231,27 @@ def test_the_context_and_the_budget_of_the_host_are_kept() -> None:
     assert [len(draft) for draft in adapter().step(replace(batch, most=2))] == [2]
     assert [len(draft) for draft in adapter(context_length=23).step(batch)] == [2]
     assert adapter(context_length=20).step(batch) == [[]]
+
+
+def test_placeholders_of_images_outside_the_vocabulary_are_neither_drafted_nor_kept(tmp_path: Path) -> None:
+    """The drafter cache was saved with them, and refused as damaged at the next start."""
+    image = [VOCAB + 3] * 3
+    first = plain_text([9, 0, *image, 5, 9], 1)
+    prompt = [9, *first, *image, 5, 9]  # the first token leads back to the image
+    under_test = adapter()
+    host = FakeHost(under_test.step)  # asserts that what is drafted is in the vocabulary
+    for name in ("one", "two"):
+        host.add(Job(name, prompt, 30))
+        host.run()
+        assert host.done[name] == plain_text(prompt, 30)
+    host.add(Job("without an image", [5, 9], 30))
+    host.run()
+    under_test.close()
+    assert host.accepted
+    assert under_test.cache is not None
+    under_test.cache.belong("fake", VOCAB)
+    under_test.cache.save(tmp_path / "texts.cache")
+    assert cache_sections.load(tmp_path / "texts.cache").sections["suffix"].figures()["texts"] == 1
 
 
 def Some_request() -> Any:

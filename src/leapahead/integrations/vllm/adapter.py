@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from time import perf_counter
 
 from leapahead.core.errors import BadParameter
@@ -163,7 +164,8 @@ class Adapter:
 
     def _finish(self, name: str) -> None:
         sequence = self.live.pop(name)
-        if sequence.request.drafts:
+        # A prompt's placeholders of images may be outside the vocabulary; a drafter cache with them cannot be loaded.
+        if sequence.request.drafts and max(sequence.tokens) < self._info.vocab_size:
             self.drafter.finish(sequence.view)
         self.drafter.close(sequence.view)
 
@@ -263,7 +265,8 @@ class Adapter:
             self._each += RATE * ((self._clock() - began) / asking - self._each)
         for row, sequence, proposal in zip(active, chosen, found, strict=True):
             sequence.proposal = proposal
-            drafts[row] = proposal.tree.token_list[1:]
+            inside = takewhile(lambda token: token < self._info.vocab_size, proposal.tree.token_list[1:])
+            drafts[row] = list(inside)  # up to the first placeholder of an image, see `_finish`
         return drafts
 
     def _budget(self, sequence: sequences.Sequence, most: int) -> Budget:
