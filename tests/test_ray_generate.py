@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace as Some
 from typing import Any
 
 import numpy as np
@@ -312,6 +313,23 @@ def test_without_ray_the_actor_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(LeapaheadError, match=r'drafter_cache_actor needs ray.*pip install "leapahead\[ray\]"'):
         drafter_cache_actor()
+
+
+def test_an_actor_that_outlives_its_job_is_in_a_namespace_that_later_jobs_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray gives each job that names no namespace one of its own, so that no later job found the actor."""
+
+    def namespace_of(**options: Any) -> Any:
+        given: dict[str, Any] = {}
+        fake = Some(
+            remote=lambda kind: Some(options=lambda **chosen: given.update(chosen) or Some(remote=lambda: None))
+        )
+        monkeypatch.setitem(sys.modules, "ray", fake)
+        drafter_cache_actor(**options)
+        return given.get("namespace")
+
+    assert namespace_of(lifetime="detached") == "leapahead"
+    assert namespace_of(lifetime="detached", namespace="team") == "team"
+    assert namespace_of() is None
 
 
 # ------------------------------------------------------------------------------------------------------ the exchange

@@ -138,6 +138,23 @@ def test_a_replica_drafts_from_what_another_one_has_seen(expected: Any, tmp_path
     assert table(later) == table(alone)
 
 
+def test_a_later_job_finds_an_actor_that_outlives_its_job() -> None:
+    cache = DrafterCache()
+    cache.belong("some vocabulary", 32)
+    exchange = drafter_cache_actor(lifetime="detached")
+    ray.get(exchange.exchange.remote(cache.to_bytes()))
+    code = (
+        "import sys, ray; from leapahead.integrations.ray import drafter_cache_actor; ray.init(sys.argv[1])\n"
+        "print(ray.get(drafter_cache_actor(lifetime='detached').figures.remote())['exchanges'])"
+    )
+    address = ray.get_runtime_context().gcs_address
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    job = [sys.executable, "-c", code, address]
+    done = subprocess.run(job, capture_output=True, text=True, env=environment, check=False)
+    ray.kill(exchange)
+    assert done.stdout.splitlines()[-1:] == ["1"], done.stderr
+
+
 def test_a_job_survives_the_death_of_the_actor(expected: Any) -> None:
     exchange = drafter_cache_actor("dead")
     ray.kill(exchange, no_restart=True)

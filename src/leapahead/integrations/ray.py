@@ -290,8 +290,8 @@ def drafter_cache_actor(name: str = "leapahead-drafter-cache", **options: Any) -
 
     Args:
         name: replicas with the same model use the same one; each vocabulary needs its own.
-        options: of the actor as of `ray.remote`, for example `lifetime="detached"`, so that later jobs find it, or
-            `namespace="team"`.
+        options: of the actor as of `ray.remote`, for example `lifetime="detached"`, so that it outlives the job. All
+            later jobs that ask for it find it, in the namespace "leapahead" where `namespace` names no other one.
 
     Raises:
         LeapaheadError: Ray is not installed.
@@ -299,4 +299,6 @@ def drafter_cache_actor(name: str = "leapahead-drafter-cache", **options: Any) -
     with needing("drafter_cache_actor", "ray", "ray"):
         import ray
     given = {"num_cpus": 0, "max_restarts": -1, **options}
+    if given.get("lifetime") == "detached":  # Ray gives each job that names no namespace one of its own
+        given.setdefault("namespace", "leapahead")
     return ray.remote(DrafterCacheActor).options(name=name, get_if_exists=True, **given).remote()
