@@ -285,6 +285,14 @@ def test_the_second_model_runner_is_refused(install: Install) -> None:
         Proposer(config(use_v2_model_runner=True))
 
 
+def test_more_drafted_tokens_than_vllm_verifies_are_refused_at_the_start(install: Install) -> None:
+    """vLLM fails with them while it serves."""
+    install()
+    with pytest.raises(BadParameter, match="num_speculative_tokens=129 is not possible: vLLM verifies at most 128"):
+        Proposer(config(most=129))
+    Proposer(config(most=128))
+
+
 def test_an_error_costs_the_drafts_and_not_the_server(install: Install, caplog: pytest.LogCaptureFixture) -> None:
     install()
     proposer = Proposer(config())

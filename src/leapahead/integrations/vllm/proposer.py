@@ -36,7 +36,7 @@ from leapahead.integrations.vllm.adapter import Adapter
 from leapahead.integrations.vllm.batch import Batch
 from leapahead.integrations.vllm.figures import Figures, Metrics
 from leapahead.integrations.vllm.options import parsed
-from leapahead.integrations.vllm.rejection_sampler import WRAPPED, spoils_sampling
+from leapahead.integrations.vllm.rejection_sampler import MOST_DRAFTED, WRAPPED, spoils_sampling
 from leapahead.models.base import CHAIN, TOP_K, TargetInfo
 
 OLDEST, NEWEST = (0, 22), (0, 33)  # versions whose interfaces are those that are used here
@@ -69,6 +69,11 @@ class Proposer:
         self._config = vllm_config
         self._is_asked = _is_asked(vllm_config.parallel_config)
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
+        if self._most > MOST_DRAFTED:
+            raise BadParameter(
+                f"num_speculative_tokens={self._most} is not possible: vLLM verifies at most {MOST_DRAFTED} drafted "
+                "tokens of a request in a step; lower it in the speculative config"
+            )
         self.options = parsed(vllm_config.additional_config)
         self._cpu = str(vllm_config.device_config.device_type) == "cpu"
         self._sampled = not (self._cpu and spoils_sampling())

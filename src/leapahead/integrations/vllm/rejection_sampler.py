@@ -1,6 +1,6 @@
-"""The error of vLLM's rejection sampler on CPUs, which is found and mended at the start.
+"""The limit of vLLM's rejection sampler, and its error on CPUs, which is found and mended at the start.
 
-There it reads uninitialised memory where it spreads the temperatures of requests over drafted tokens
+On CPUs it reads uninitialised memory where it spreads the temperatures of requests over drafted tokens
 (https://github.com/vllm-project/vllm/issues/55005). Where that is found, sampled requests get no drafts, and the
 function is replaced by a correct one, since it spoils greedy requests in a batch with sampled ones, too.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 from leapahead.core.errors import Refused
 
+MOST_DRAFTED = 128  # its MAX_SPEC_LEN: with more drafted tokens of one request it fails, and vLLM ends
 WRAPPED = "_leapahead"  # marks a function or method of vLLM that is replaced already
 
 
