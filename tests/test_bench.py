@@ -549,6 +549,8 @@ def test_prompts_of_a_file(run: Any, tmp_path: Path, option: str) -> None:
 
 
 def test_bench_writes_everything(run: Any, tmp_path: Path) -> None:
+    with (tmp_path / "small" / "mt_bench.jsonl").open("a") as file:
+        file.write('{"turns": ["Why?"]}\n')  # two prompts, as the other task has
     result = run("--config", "lookahead:window=3,ngram=3,guesses=2", "-t", "1", "--batch", "1", "--batch", "2")
     assert result.exit_code == 0, result.output
     assert "Every text equals that of plain decoding" in result.stdout
@@ -651,8 +653,8 @@ def test_a_bench_that_measured_nothing_is_refused_and_leaves_nothing(
         "bundled: mt_bench: 1 of 1",
     ]
     assert line == (
-        "error: nothing was measured, since no prompt fits the context with --max-new-tokens=100000; give fewer, or "
-        "shorter prompts"
+        "error: nothing was measured, since the prompts do not fit the context with --max-new-tokens=100000; give "
+        "fewer, or shorter prompts"
     )
     assert not (tmp_path / "out").exists()  # so that the next one is not told to resume it
 
@@ -744,6 +746,10 @@ def test_a_full_disk_loses_nothing(run: Any, tmp_path: Path, monkeypatch: pytest
         (["--task", "humanevl"], "did you mean 'humaneval'"),
         (["--task", "humaneval=1", "--task", "humaneval=2"], "given twice, with 1 and 2 prompts; give it once"),
         (["-t", "-1"], "temperature=-1.0"),
+        (
+            ["--batch", "1", "--batch", "3"],
+            "--batch=3 is not possible, since the greatest number of prompts of a task is 2",
+        ),
         (["--model", "no/such/model.gguf"], "no/such/model.gguf"),
     ],
 )
@@ -893,6 +899,22 @@ def test_what_a_target_cannot_do_is_left_out_by_name(tmp_path: Path) -> None:
     assert dones == sorted(dones)
     assert dones[-1] == progress[-1][1]
     report.write(kept.as_dict(), tmp_path)
+
+
+def test_a_task_with_fewer_prompts_than_a_batch_is_left_out_there_by_name(tmp_path: Path) -> None:
+    """Three texts that are decoded together are no figure of a batch of eight."""
+    plan = Plan(
+        tasks=[tasks.Task("few", ["a", "b", "c"]), tasks.Task("many", list("abcdefgh"))],
+        configurations=[],
+        batches=(3, 8),
+        temperatures=[0.0],
+        rounds=1,
+        max_new_tokens=8,
+    )
+    kept, said = record.Record.open(tmp_path, plan.conditions("now"), resume=False), list[str]()
+    runner.run(plan, kept, say=said.append, load=lambda model, plan: Loaded(ToyTarget(), Words(), ()))
+    assert [(row["task"], row["batch"]) for row in kept.rows] == [("few", 3), ("many", 3), ("many", 8)]
+    assert said == ["bundled: few: batch 8 is left out, since the task has too few prompts (3); give more"]
 
 
 def test_texts_of_other_prompts_are_not_compared(tmp_path: Path) -> None:

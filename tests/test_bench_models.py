@@ -157,13 +157,13 @@ def test_options_reach_the_models(planned: Any, openvino: str, monkeypatch: pyte
     seen: list[tuple[Any, dict[str, Any]]] = []
     monkeypatch.setattr(loading, "load", lambda path, **options: seen.append((path, options)))
     common = ("--threads-batch", "3", "--kept-tokens", "0", "--cache-type-k", "q8_0")
-    gguf = ("-m", "b.gguf", "-m", "b.gguf(no-kv-unified, threads=1)", "--batch", "4", "--batch", "12")
+    gguf = ("-m", "b.gguf", "-m", "b.gguf(no-kv-unified, threads=1)", "--batch", "2", "--batch", "3")
     plans, result = planned(*gguf, *common, "--threads", "2", "--dtype", "bfloat16")
     assert "nothing was measured" in result.stderr, result.output
     for model in plans[0].models:
         runner.load_model(model, plans[0])
     given = {"device": "auto", "exact": False, "n_threads_batch": 3, "kept_tokens": 0, "type_k": "q8_0"}
-    given |= {"sequences": 12, "branching": ""}  # by which the form of the KV cache is chosen
+    given |= {"sequences": 3, "branching": ""}  # by which the form of the KV cache is chosen
     own = {"n_threads": 1, "kv_unified": False}
     assert seen == [("b.gguf", {**given, "n_threads": 2}), ("b.gguf", {**given, **own})]
     assert [plans[0].threads_of(model) for model in plans[0].models] == [2, 1]

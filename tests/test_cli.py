@@ -306,6 +306,7 @@ def test_check(leapahead: Any, tmp_path: Path) -> None:
     assert result.exit_code == 0
     for word in ("bundled, greedy, batch 1", "2 prompts, ", "lookahead", "acceptance", "token for token."):
         assert word in result.stdout
+    assert "bundled, greedy, batch 2\n" in leapahead(*args, "-d", "jacobi", "--batch", "8").stdout  # of two prompts
     more = ("--batch", "2", "-t", "0.5", "--seed", "3", "-d", "lookahead", "-d", "jacobi", "-W", "4", "--json")
     found = json.loads(leapahead(*args, *more).stdout)
     assert (found["ok"], found["prompts"]) == (True, 2)

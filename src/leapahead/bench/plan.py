@@ -44,7 +44,7 @@ class Plan:
         configurations: of drafters; plain decoding is always measured.
         peers: other implementations, measured on the targets that they can run, and of the forms of one path on the
             first only.
-        temperatures, batches: all combinations are measured.
+        temperatures, batches: all combinations are measured, but those of a batch and a task that has fewer prompts.
         rounds: measured rounds, after a warm-up; see `rounds_of`.
         max_new_tokens: of each text.
         seed: of the order, of the sampling and of the bootstrap.

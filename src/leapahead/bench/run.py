@@ -225,7 +225,7 @@ def _entered(
 
 
 def _cell(plan: Plan, forms: Sequence[Form], cell: Todo, bar: _Bar, texts: Known) -> list[dict[str, Any]]:
-    """The rows of a cell for each form; none if no prompt fits into the context of every form."""
+    """The rows of a cell for each form; none if fewer prompts than the batch has texts fit every form's context."""
     task = cell.task
     shortest = min(forms, key=lambda form: form.loaded.target.info.context_length)
     prompts = encoded(task, shortest.loaded, plan.max_new_tokens)
@@ -235,7 +235,12 @@ def _cell(plan: Plan, forms: Sequence[Form], cell: Todo, bar: _Bar, texts: Known
             f"{plan.max_new_tokens} new tokens they do not fit the context of "
             f"{shortest.loaded.target.info.context_length}"
         )
-    if not prompts:
+    if len(prompts) < cell.batch:
+        if prompts:  # fewer texts would be decoded together than the rows say
+            shortest.say(
+                f"{task.name}: batch {cell.batch} is left out, since the task has too few prompts ({len(prompts)}); "
+                "give more"
+            )
         return []
     expected = predicted(task, shortest.loaded)
     setting = Setting(cell.temperature, cell.batch, plan.max_new_tokens, seed=plan.seed, predictions=expected)

@@ -238,6 +238,7 @@ def bench(
         SamplingParams(temperature=temperature)  # refuses what cannot be
     chosen = tasks.read(data, names_of_tasks, values.pop("limit"))
     values |= {name: tuple(dict.fromkeys(values[name])) for name in ("temperatures", "batches")}
+    _check_batch(chosen, max(values["batches"]))
     values |= _common(values)
     plan = Plan(
         tasks=chosen,
@@ -253,8 +254,8 @@ def bench(
     if not kept.rows:
         kept.discard()
         raise ended_by or BadParameter(
-            f"nothing was measured, since no prompt fits the context with max_new_tokens={plan.max_new_tokens}; give "
-            "fewer, or shorter prompts"
+            "nothing was measured, since the prompts do not fit the context with "
+            f"max_new_tokens={plan.max_new_tokens}; give fewer, or shorter prompts"
         )
     found = kept.as_dict()
     if isinstance(ended_by, LeapaheadError):
@@ -274,6 +275,16 @@ def _refuse_others(context: click.Context) -> None:
         name, given = str(each.name), max(each.opts, key=len)
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and name not in ("out", "report_only"):
             raise BadParameter(f"{given} is not possible with --report-only, which measures nothing; leave it out")
+
+
+def _check_batch(chosen: Sequence[tasks.Task], batch: int) -> None:
+    """Refuses a batch for which no task has enough prompts, before a model is loaded."""
+    most = max(len(task.prompts) for task in chosen)
+    if batch > most:
+        raise BadParameter(
+            f"--batch={batch} is not possible, since the greatest number of prompts of a task is {most}; give more "
+            "with --data or --limit, or decode fewer together"
+        )
 
 
 def _common(values: dict[str, Any]) -> dict[str, Any]:

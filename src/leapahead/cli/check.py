@@ -124,7 +124,8 @@ def check(
     if as_json:
         click.echo(json.dumps({**report.as_dict(), "interrupted": interrupted}))
     else:
-        _show(report, f"temperature {temperature:g}, seed {seed}" if temperature > 0 else "greedy", batch)
+        how = f"temperature {temperature:g}, seed {seed}" if temperature > 0 else "greedy"
+        _show(report, how, min(batch, report.prompts))
     if interrupted:
         screen.say(f"interrupted; {len(report.drafters)} drafters are finished")
         raise Exit(INTERRUPTED)
