@@ -22,6 +22,7 @@ import pytest
 from click.testing import CliRunner
 
 from leapahead import LLM, BadParameter, SequenceDrafter
+from leapahead.bench.compare import compare
 from leapahead.cli import main
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters import cache_file, cache_sections
@@ -680,6 +681,28 @@ def test_a_text_teaches_the_next_one() -> None:
         assert length(model) == 1.0
     assert length(model) == again.stats.acceptance_length
     assert length(llm()) == 1.0
+
+
+class Noted(Successors):
+    """Notes what each text begins with."""
+
+    seen: ClassVar[list[dict[int, int]]] = []
+
+    def begin(self, sequence: SequenceView) -> None:
+        super().begin(sequence)
+        self.seen.append(self.successor)
+
+
+def test_a_comparison_drafts_from_the_file_and_not_from_the_text_itself(file: Path) -> None:
+    earlier = llm(drafter_cache=file)
+    taught = dict(pairwise([4, 5, *earlier.generate([4, 5], max_new_tokens=20).tokens]))
+    earlier.save_drafter_cache()
+    model = LLM(ToyTarget(), drafter=Noted, drafter_cache=file)
+    kept, drafted = model.drafter_cache, model.generate(PROMPT, max_new_tokens=5)
+    Noted.seen.clear()
+    compare(model, PROMPT, drafted, rounds=2, max_new_tokens=5)
+    assert Noted.seen == [taught, taught], "once in each round; plain decoding has another drafter"
+    assert model.drafter_cache is kept
 
 
 def test_an_interrupted_text_teaches_the_next_one() -> None:

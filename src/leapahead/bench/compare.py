@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any, Unpack
 
 from leapahead.api import LLM
+from leapahead.drafters import cache_sections
 from leapahead.inputs import OneText, Prompt
 from leapahead.results import Result
 
@@ -68,6 +69,8 @@ def compare(
 ) -> Comparison:
     """Times the drafter of the LLM and plain decoding on one prompt.
 
+    Every round drafts from the file of the drafter cache, if there is one, and from no text of this process.
+
     Args:
         llm: the model and its drafter.
         prompt: as for `LLM.generate`.
@@ -78,13 +81,16 @@ def compare(
     """
     options["seed"] = drafted.seed
     plainly: OneText = {**options, "drafter": "plain", "drafter_options": {}, "prediction": None}
+    file = None if llm.drafter_cache is None else llm.drafter_cache.path
     done, total = 0, 2 * rounds + 1
 
     def run(plain: bool) -> Result:
         nonlocal done
         progress(done, total)
         done += 1
-        with llm.without_drafter_cache():  # which holds this text already
+        with llm.without_drafter_cache():  # which holds this text already; its file does not
+            if file is not None and file.exists() and not plain:
+                llm.drafter_cache = cache_sections.load(file)
             return llm.generate(prompt, **(plainly if plain else options))
 
     reference = run(plain=True)
