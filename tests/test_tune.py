@@ -171,6 +171,15 @@ def test_the_prices_of_a_practice_are_those_of_its_forwards(sequences: int) -> N
         assert found["expected"]["auto"] == pytest.approx(expected, rel=0.02)
 
 
+def test_few_prompts_are_repeated_until_all_sequences_are_decoded_together() -> None:
+    target = ToyTarget()
+    found = tuning.practise(
+        target, FixedLatency(target, {8: 1.0, 108: 26.0}), PROMPTS, 8, max_new_tokens=40, seconds=60
+    )
+    assert (len(PROMPTS), found["texts"]) == (3, 8)
+    assert found["expected"]["plain"] == pytest.approx(8, rel=0.02)
+
+
 def test_plain_decoding_of_texts_that_end_apart_is_expected_to_take_its_forwards() -> None:
     """A forward of the last text takes its time, though it yields one token only."""
     target, prompts = ToyTarget(), PROMPTS[:2]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from time import perf_counter
 from typing import Any
 
@@ -222,7 +223,7 @@ def practise(
 
     Args:
         latency: of the target; the profile of so many sequences gives the prices.
-        sequences: decoded together.
+        sequences: decoded together, for which prompts are repeated where there are too few.
         seconds: time after which no further text is begun, and the present one is ended.
 
     Returns:
@@ -236,6 +237,7 @@ def practise(
     engine = Engine(target, max_batch=sequences, latency=latency)
     kinds = [engine.drafter(Plain), engine.drafter(Auto)]
     stop = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
+    prompts = [*prompts, *islice(cycle(prompts), -len(prompts) % sequences)]  # the profile is of full steps
     first = [Request(prompt, kinds[1], stop=stop) for prompt in prompts[-sequences:]]
     _decoded(engine, first, lambda: clock() > began + WARM_UP * seconds)
     plainly, count = (_Count(latency.profile(sequences), sequences) for _ in kinds)
@@ -245,7 +247,6 @@ def practise(
         progress("decoding with auto", index, len(groups))
         if clock() - began > seconds:
             break
-        group = [*group, *prompts[: sequences - len(group)]]
         for drafter in kinds if index % 2 else kinds[::-1]:
             watch = count if drafter is kinds[1] else plainly
             requests = [Request(prompt, drafter, stop=stop, on_step=watch.add) for prompt in group]
