@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import seq2seq
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,6 +22,7 @@ from leapahead.inputs import encode
 from leapahead.models import loading
 from leapahead.models.loading import Loaded
 from leapahead.models.toy import ToyTarget
+from leapahead.models.transformers.encoder_decoder import EncoderDecoderTarget
 
 TEXTS = ["def add(a, b):\n    return a + b\n\n\ndef add_all(", "Two and two are", "x = [1, 2, 3]\ny = [1, 2,"]
 
@@ -89,6 +91,13 @@ def test_what_transformers_cannot_do_is_refused(entry: peers.Entry, prompts: lis
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(Refused, match="64 tokens"):
         Assisted(str(tmp_path)).enter("peer:x", entry)
+
+
+@pytest.mark.parametrize("peer", [Greedy(), PromptLookup(), Assisted()], ids=lambda peer: peer.label)
+def test_encoder_decoder_models_are_refused(peer: peers.Peer) -> None:
+    target = EncoderDecoderTarget(seq2seq.build("t5"), name="t5")
+    with pytest.raises(Refused, match="only decoder-only models are compared with it, which t5 is not"):
+        peer.enter("peer:x", peers.Entry(Loaded(target, None, ())))
 
 
 @pytest.mark.slow

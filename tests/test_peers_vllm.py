@@ -21,6 +21,7 @@ from leapahead.bench.peers import vllm
 from leapahead.bench.peers.vllm import Head, Ngram, Plain, Served, Suffix
 from leapahead.bench.peers.vllm_leapahead import Leapahead
 from leapahead.models import loading
+from leapahead.models.decoder import Decoder
 from leapahead.models.loading import Loaded
 from leapahead.models.toy import ToyTarget
 
@@ -292,6 +293,16 @@ def test_what_vllm_cannot_do_is_refused(python: str, entry: peers.Entry, monkeyp
     target = entry.loaded.target
     monkeypatch.setattr(target, "info", replace(target.info, name="a module"))
     with pytest.raises(Refused, match="which a module is not"):
+        Plain(python).enter("peer:x", entry)
+
+
+def test_encoder_decoder_models_are_refused_before_vllm_starts(
+    python: str, entry: peers.Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = entry.loaded.target
+    monkeypatch.setattr(target, "info", replace(target.info, decoder=Decoder((1,))))
+    monkeypatch.setattr(vllm, "Served", None)
+    with pytest.raises(Refused, match="only decoder-only models are compared with it"):
         Plain(python).enter("peer:x", entry)
 
 

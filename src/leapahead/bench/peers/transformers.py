@@ -36,6 +36,8 @@ class Greedy(Peer):
         target = entry.loaded.target
         if not isinstance(target, TransformersTarget):
             raise Refused(f"Transformers cannot run {target.info.name}")
+        if target.info.decoder is not None:
+            raise Refused(f"only decoder-only models are compared with it, which {target.info.name} is not")
         return target.model
 
 

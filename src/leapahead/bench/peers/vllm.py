@@ -74,6 +74,8 @@ class Plain(Peer):
         target = entry.loaded.target
         if not isinstance(target, TransformersTarget) or (entry.model is None and target.info.name != loading.BUNDLED):
             raise Refused(f"vLLM runs folders of Transformers models only, which {target.info.name} is not")
+        if target.info.decoder is not None:
+            raise Refused(f"only decoder-only models are compared with it, which {target.info.name} is not")
         folder = _of_the_model_alone(loading.bundled()) if entry.model is None else None
         return Served(
             name,
@@ -243,9 +245,6 @@ class Served(Contender):
                 raise self._invalid(answer) from None
             if there != device:
                 raise Refused(f"this vLLM runs on {there}, but the target on {device}")
-        except Refused:
-            self.close()
-            raise
         except LeapaheadError as error:
             self.close()
             raise Refused(str(error)) from None
