@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import re
 import sys
 import time
@@ -742,7 +743,7 @@ def test_a_processor_keeps_few_masks(tokenizer: Any) -> None:
 # The command line
 
 
-def test_the_options_of_the_command_line(leapahead: Any, tmp_path: Path) -> None:
+def test_the_options_of_the_command_line(leapahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schema, gbnf = tmp_path / "schema.json", tmp_path / "yes.gbnf"
     schema.write_text(json.dumps({"type": "integer", "minimum": 0, "maximum": 9}))
     gbnf.write_text(GBNF)
@@ -754,6 +755,13 @@ def test_the_options_of_the_command_line(leapahead: Any, tmp_path: Path) -> None
 
     assert text("--json-schema", str(schema)) in "0123456789"
     assert text("--json-schema", schema.read_text()) in "0123456789"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert text("--json-schema=~/schema.json") in "0123456789"
+    reader, writer = os.pipe()
+    os.write(writer, schema.read_bytes())
+    os.close(writer)
+    assert text("--json-schema", f"/dev/fd/{reader}") in "0123456789"
+    os.close(reader)
     assert text("--regex", "[xy]{4}").strip("xy") == ""
     assert text("--choice", "left", "--choice", "right") in ("left", "right")
     assert re.fullmatch(GBNF_AS_REGEX, text("--grammar", str(gbnf)))
@@ -766,6 +774,8 @@ def test_the_options_of_the_command_line(leapahead: Any, tmp_path: Path) -> None
         (("--regex", "a", "--choice", "b"), "--regex and --choice cannot be given together"),
         (("--regex", "(a"), 'regular expression cannot be compiled: .*"(a".*unclosed group'),
         (("--json-schema", "missing.json"), "no such file"),
+        (("--json-schema", "."), "no such file"),
+        (("--json-schema", "long" * 100), "no such file"),
         (("--json-schema", "{"), "is not JSON"),
         (("--regex", "a", "--ignore-eos"), "--ignore-eos is not possible with a grammar"),
         (("--grammar", "missing.lark"), "does not exist"),

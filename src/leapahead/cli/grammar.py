@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def _schema(given: str) -> str:
     """The text of a schema that is given as such, or as a file."""
     if given.lstrip().startswith(("{", "true", "false")):
         return given
-    file = Path(given)
-    if not file.is_file():
+    file = os.path.expanduser(given)  # shells leave `~` as it is after `--json-schema=`
+    if not os.path.exists(file) or os.path.isdir(file):  # it may be a pipe
         raise BadParameter(f"--json-schema={given!r} is not possible: there is no such file, and it is no JSON object")
-    return prompt_text(None, file)
+    return prompt_text(None, Path(file))
