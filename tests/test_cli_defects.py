@@ -631,6 +631,10 @@ def test_commands_of_chat_are_no_messages(leapahead: Any, monkeypatch: pytest.Mo
     assert result.exit_code == 0
     assert seen == ["/usr/bin/env is a path"]
     assert [line.split()[0] for line in result.stderr.splitlines()] == ["/reset", "/exit", "/help"]
+    seen.clear()
+    for marked in ("\ufeffHi\n", "\ufeff/help\n"):  # as from a file that an editor of Windows has saved
+        assert leapahead("chat", *FEW, "-q", stdin=marked).exit_code == 0
+    assert seen == ["Hi"]
 
 
 @pytest.mark.parametrize(

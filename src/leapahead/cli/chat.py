@@ -16,7 +16,7 @@ from leapahead.cli.cache import DRAFTER_CACHE
 from leapahead.cli.command import Command, Failure, option
 from leapahead.cli.generate import open_llm
 from leapahead.cli.options import DRAFTER, MODEL, TEXT, all_of, text_arguments
-from leapahead.cli.text_input import utf8, utf8_only
+from leapahead.cli.text_input import BYTE_ORDER_MARK, utf8, utf8_only
 from leapahead.core.errors import BadParameter, ContextOverflow, LeapaheadError
 from leapahead.core.parameters import meant
 from leapahead.inputs import Options, check_values
@@ -62,7 +62,7 @@ def chat(system: str | None, quiet: bool, **values: Any) -> None:
         screen.say(f"{llm.target.info.name}, {llm.drafter_name}. /help lists the commands, /exit leaves.")
     while True:
         try:
-            line = input("> " if interactive else "").strip()
+            line = input("> " if interactive else "").removeprefix(BYTE_ORDER_MARK).strip()
         except EOFError:
             line = "/exit"
         except KeyboardInterrupt:
