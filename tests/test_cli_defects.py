@@ -434,6 +434,20 @@ def test_an_interrupted_text_that_is_not_streamed_is_shown(leapahead: Any, monke
     assert leapahead(*args, "--json").stdout == ""
 
 
+def test_a_text_that_is_not_streamed_is_shown_before_it_is_compared(
+    leapahead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ("generate", PROMPT, "-d", "plain", *FEW, "--no-stream")
+    whole = leapahead(*args).stdout
+
+    def interrupted(*given: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "without_drafter_cache", interrupted)  # of a comparison alone
+    result = leapahead(*args, "--compare")
+    assert (result.exit_code, result.stdout) == (130, whole)
+
+
 @pytest.mark.parametrize("skip", ["1m", ""])
 def test_an_interrupted_search_of_layers_keeps_what_pays(
     leapahead: Any, monkeypatch: pytest.MonkeyPatch, skip: str

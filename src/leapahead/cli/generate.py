@@ -102,6 +102,8 @@ def generate(
     check_values(options)
     llm = open_llm(values)
     result = streamed_result(llm, given, options) if streamed and not as_json else _whole(llm, given, options, as_json)
+    if not streamed and not as_json:
+        screen.show_text(result.text)  # before a comparison, which may be interrupted
     if result.finish_reason == "length" and len(result.tokens) < options["max_new_tokens"]:
         info = llm.target.info
         full = f"the context of {info.context_length} tokens"
@@ -112,13 +114,10 @@ def generate(
     if as_json:
         found = screen.as_dict(llm, result)
         click.echo(json.dumps(found if comparison is None else {**found, "compare": comparison.as_dict()}))
-    else:
-        if not streamed:
-            screen.show_text(result.text)
-        if comparison is not None and not quiet:
-            _show(llm, result, comparison, options)
-        elif not quiet:
-            screen.say(screen.figures(result))
+    elif comparison is not None and not quiet:
+        _show(llm, result, comparison, options)
+    elif not quiet:
+        screen.say(screen.figures(result))
     if comparison is not None and not comparison.equal:
         raise Exit(DIFFERENT)
 
