@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -576,6 +577,13 @@ def test_bench_writes_everything(run: Any, tmp_path: Path) -> None:
         assert keys <= set(row)
     assert {row["task"] for row in rows} == {"humaneval", "mt_bench", "overall"}
     assert "| humaneval | prompt_lookup |" in (out / "report.md").read_text()
+
+
+def test_names_are_shown_as_they_are(run: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "a[b]:cat:"
+    shutil.copytree(tiny_folder, folder)
+    result = run("-m", str(folder), "--task", "humaneval=1")
+    assert "\na[b]:cat:, greedy, batch 1" in f"\n{result.stdout}"
 
 
 @pytest.mark.slow

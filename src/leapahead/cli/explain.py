@@ -106,7 +106,7 @@ def explain(
         )
     try:
         if terminal:
-            show(recording, Console(emoji=False))
+            show(recording, Console())
     finally:  # also where standard output cannot be written
         if place is not None:
             screen.write_file(place, page(recording))

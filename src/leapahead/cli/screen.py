@@ -41,10 +41,13 @@ CONTROLS = {0x1B: "\u241b", **{code: "\ufffd" for code in range(0x80, 0xA0) if c
 
 
 class Console(RichConsole):
-    """Standard output for tables. An output that is no terminal has a width of 120 columns, unless COLUMNS is set."""
+    """Standard output for tables. An output that is no terminal has a width of 120 columns, unless COLUMNS is set.
+
+    Names of models and drafters are shown as they are, also where they have brackets or colons.
+    """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, **options)
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
         if not self.is_terminal and "COLUMNS" not in os.environ:
             self.width = WIDTH
 
