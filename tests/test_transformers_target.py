@@ -1402,6 +1402,44 @@ def test_a_model_whose_rows_influence_each_other_is_refused() -> None:
         TransformersTarget(model)
 
 
+class RoundedByRows(torch.nn.Linear):
+    """Its values differ a little with the number of rows, as by another kernel, before autocast rounds them."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rounded = super().forward(rows)
+        with torch.autocast("cpu", enabled=False):
+            found = super().forward(rows.float())
+        return (found + 1e-3 * rows.shape[:-1].numel()).to(rounded.dtype)
+
+
+def _under_autocast(model: Any, within: bool) -> TransformersTarget:
+    """The target of a model under autocast.
+
+    Args:
+        within: begun within the model's forward, as by a `Trainer` with `bf16=True`; else in this thread.
+    """
+    if within:
+        accelerator = pytest.importorskip("accelerate").Accelerator(mixed_precision="bf16", cpu=True)
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+    with nullcontext() if within else torch.autocast("cpu", torch.bfloat16):
+        return TransformersTarget(model)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_autocast_is_no_obstacle_to_trees(within: bool) -> None:
+    """The logits are rounded as those of a model in bfloat16, though weights are float32. Masks are tested still."""
+    model = BY_NAME["llama"].build()
+    model.lm_head.__class__ = RoundedByRows
+    with torch.no_grad():
+        model.lm_head.weight *= 8
+    target = _under_autocast(model, within)
+    assert TREE in target.info.capabilities
+    assert target.info.precision == 2**-7
+    right = model.model.forward
+    model.model.forward = lambda **kwargs: right(**{**kwargs, "attention_mask": None})
+    assert TREE not in _under_autocast(model, within).info.capabilities
+
+
 def test_weights_on_the_meta_device_are_refused() -> None:
     with pytest.raises(Refused, match="are on the meta device, as where they are offloaded; load the model"):
         TransformersTarget(BY_NAME["llama"].build().to("meta"))

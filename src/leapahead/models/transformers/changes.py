@@ -191,7 +191,8 @@ def adapters(layers: Sequence[Any]) -> list[tuple[object, ...]]:
 def hooks(attributes: Iterable[Mapping[str, Any]]) -> list[int]:
     """The numbers of the forward hooks of modules, which torch gives once each.
 
-    Those are left out that Transformers installs for good where it has given hidden states: they only collect them.
+    Those are left out that Transformers installs for good where it has given hidden states, and those of a test of the
+    model (`modes.precision`), perhaps in another thread: they only look.
 
     Args:
         attributes: of each module.
@@ -201,8 +202,8 @@ def hooks(attributes: Iterable[Mapping[str, Any]]) -> list[int]:
         for each in attributes
         for table in (each.get("_forward_pre_hooks"), each.get("_forward_hooks"))
         if table
-        for number, hook in table.items()
-        if not str(getattr(hook, "__module__", "")).startswith("transformers.")
+        for number, hook in tuple(table.items())
+        if not str(getattr(hook, "__module__", "")).startswith(("transformers.", "leapahead."))
     ]
 
 

@@ -97,6 +97,9 @@ class DecoderView(torch.nn.Module):
     def get_input_embeddings(self) -> Any:
         return self.model.get_input_embeddings()
 
+    def get_output_embeddings(self) -> Any:
+        return self.model.get_output_embeddings()
+
     def forward(
         self,
         input_ids: Tensor,

@@ -161,7 +161,7 @@ def tested(
     plain = families.patterns(config) is None or model._is_stateful
     for kind, build in every:
         if kind == BY_TOKEN and not plain:
-            _refuse_encoder(model, name, ids)
+            _refuse_encoder(own, name, ids)
         try:
             executor = build()
             is_native = isinstance(executor, NativeExecutor)
@@ -182,33 +182,35 @@ def tested(
             return executor, refusals
         refusals[kind] = f"logits differ by {result.error:.2g} standard deviations"
     tried = "; ".join(f"{kind}: {reason}" for kind, reason in refusals.items())
-    raise Refused(f"{name} cannot be decoded exactly ({_instability(model, ids)}{tried})")
+    raise Refused(f"{name} cannot be decoded exactly ({_instability(own, ids)}{tried})")
 
 
-def _refuse_encoder(model: Any, name: str, ids: IntArray) -> None:
+def _refuse_encoder(own: selftest.OwnOutputs, name: str, ids: IntArray) -> None:
     """Refuses a model whose tokens attend to later ones: token by token it would write a text, but not its own.
 
     Raises:
         Refused: it is one.
     """
     try:
-        is_encoder = selftest.reads_ahead(model, ids)
+        is_encoder = selftest.reads_ahead(own, ids)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # the executors' tests name it
         return
     if is_encoder:
-        remedy = "" if getattr(model.config, "is_decoder", True) else ", or set is_decoder in the config of a decoder"
+        remedy = (
+            "" if getattr(own.model.config, "is_decoder", True) else ", or set is_decoder in the config of a decoder"
+        )
         raise Refused(
             f"{name} is no causal language model: its logits change with later tokens, as those of an encoder "
-            f"({model.__class__.__name__}); load a causal language model{remedy}"
+            f"({own.model.__class__.__name__}); load a causal language model{remedy}"
         )
 
 
-def _instability(model: Any, ids: IntArray) -> str:
+def _instability(own: selftest.OwnOutputs, ids: IntArray) -> str:
     """For the end of a refusal: how far a model in full precision is from itself, where that is more than rounding."""
     try:
-        noise = selftest.own_noise(model, ids) if model.dtype in selftest.FULL else 0.0
+        noise = selftest.own_noise(own.model, ids) if own.precision in selftest.FULL else 0.0
     except Exception:  # the refusal names it
         return ""
     if noise <= selftest.FULL_CEILING:

@@ -165,7 +165,7 @@ class TransformersTarget:
             name=self._name,
             vocab_size=vocab_size,
             context_length=self.context_length,
-            precision=torch.finfo(model.dtype).eps,  # the logits may have been widened
+            precision=torch.finfo(own.precision).eps,  # the logits may have been widened
             capabilities=self.executor.capabilities | ({HIDDEN} if layers else frozenset()),
             fingerprint=families.fingerprint(model, self.device) + executors.manner(self.executor),
             padded=isinstance(self.executor, MaskedExecutor) and self.executor.pads,

@@ -8,10 +8,12 @@ are made on the CPU there, as models and caches expect it, whatever `torch.set_d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from leapahead.models.transformers.devices import KINDS
 from leapahead.models.transformers.memory import out_of_memory_in
@@ -22,6 +24,25 @@ Autocast = dict[str, torch.dtype]  # by kind of device
 def autocast() -> Autocast:
     """The autocast of this thread; empty for none."""
     return {kind: torch.get_autocast_dtype(kind) for kind in KINDS if torch.is_autocast_enabled(kind)}
+
+
+def precision(model: Any, forward: Callable[[], Tensor]) -> torch.dtype:
+    """In which a model computes: that of its weights or, where they are float32, of the autocast of its output layer.
+
+    Accelerate begins autocast within a model's forward, so that it is looked up there.
+
+    Args:
+        forward: gives some logits of the model.
+    """
+    found, weights, last = autocast(), model.dtype, model.get_output_embeddings()
+    if weights != torch.float32:
+        return weights  # type: ignore[no-any-return]
+    hook = None if last is None else last.register_forward_pre_hook(lambda *_: found.update(autocast()))
+    try:
+        return found.get(forward().device.type, torch.float32)
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.base import BRANCHES, CHAIN, TREE
 from leapahead.models.transformers import families
 from leapahead.models.transformers.forward import Executor, Layers, Outputs, inputs, side_by_side
+from leapahead.models.transformers.modes import precision
 
 FULL = (torch.float32, torch.float64)
 # Values may always be this far apart, in standard deviations, ...
@@ -142,13 +143,16 @@ class OwnOutputs:
         layers: whose hidden states are computed; none where that fails.
         hidden_size: the width of one.
         refusal: why there are none.
+
+    Attributes:
+        precision: in which the model computes.
     """
 
     def __init__(
         self, model: Any, copied: Any = None, layers: Layers = (), hidden_size: int = 0, refusal: str = ""
     ) -> None:
         self.model, self.copied, self.layers, self.hidden_size = model, copied, layers, hidden_size
-        self.refusal = refusal
+        self.refusal, self.precision = refusal, precision(model, lambda: own_logits(model, ONE_TOKEN))
         self._paths: list[list[int]] = []
         self._found: list[Outputs] = []
 
@@ -195,7 +199,7 @@ def run(
         floor: how far values may always be apart; by default by the precision.
     """
     kind = BRANCHES if branches else next((name for name in (TREE, CHAIN) if name in executor.capabilities), "")
-    dtype = own.model.dtype if own.model.dtype in FLOOR else torch.float16
+    dtype = own.precision if own.precision in FLOOR else torch.float16
     if floor is None:
         floor = FLOOR[dtype] if kind else max(FLOOR[dtype], RECURRENT_FLOOR)
     is_half = dtype not in FULL
@@ -233,8 +237,7 @@ def distances(
 
     errors = torch.stack([apart(mine, each) for each in theirs]).amin(dim=0)  # NaN stays NaN
     noise = torch.stack([apart(theirs[0], each) for each in theirs]).amax(dim=0)
-    tolerance = MARGIN * float(noise.median() if is_half else noise.max())
-    tolerance = max(floor, min(tolerance, ceiling))
+    tolerance = max(floor, min(MARGIN * float(noise.median() if is_half else noise.max()), ceiling))
     return Distances(errors, torch.full_like(errors, tolerance))
 
 
@@ -301,8 +304,7 @@ def references(model: Any, paths: Sequence[Sequence[int]], layers: Layers = (), 
 
     def computed(part: Sequence[Sequence[int]], width: int) -> Outputs:
         # What follows a path is not attended to.
-        batch = np.array([[*path, *[path[0]] * (width - len(path))] for path in part])
-        return own_outputs(model, batch, layers)
+        return own_outputs(model, np.array([[*path, *[path[0]] * (width - len(path))] for path in part]), layers)
 
     every = [computed(whole, max(length, least))]
     halves = [computed(part, len(part[-1]) if least else length) for part in (whole[:half], whole[half:]) if part]
@@ -328,14 +330,14 @@ def own_noise(model: Any, ids: IntArray) -> float:
     return float(distances(first.logits, [second.logits], 0.0, 0.0, False).errors.max())
 
 
-def reads_ahead(model: Any, ids: IntArray) -> bool:
+def reads_ahead(own: OwnOutputs, ids: IntArray) -> bool:
     """Whether a model's logits change with later tokens, as an encoder's do, and not only with rows beside them."""
     texts = np.random.default_rng(0).choice(ids, size=(2, 4))
     texts[1, :2] = texts[0, :2]
-    first, second = own_logits(model, texts)[:, :2]
-    ceiling = FULL_CEILING if model.dtype in FULL else CEILING
+    first, second = own_logits(own.model, texts)[:, :2]
+    ceiling = FULL_CEILING if own.precision in FULL else CEILING
     change = distances(first, [second], 0.0, 0.0, False).errors.max()
-    return bool(change > ceiling) and own_noise(model, ids) <= ceiling
+    return bool(change > ceiling) and own_noise(own.model, ids) <= ceiling
 
 
 def one_by_one(executor: Executor, paths: Sequence[Sequence[int]]) -> Outputs:
@@ -369,9 +371,8 @@ def last_alone(executor: Executor, paths: Sequence[Sequence[int]], layers: Layer
 
 def own_outputs(model: Any, tokens: IntArray, layers: Layers = ()) -> Outputs:
     """Of a plain forward: logits [batch, length, vocab] and hidden states, float32 or float64."""
-    device = model.get_input_embeddings().weight.device
     options = {"output_hidden_states": True} if layers else {}
-    output = model(**inputs(model, tokens, 0, device), use_cache=False, **options)
+    output = model(**inputs(model, tokens, 0, model.get_input_embeddings().weight.device), use_cache=False, **options)
     hidden = side_by_side(output.hidden_states, layers) if layers else None
     return Outputs(_wide(output.logits), None if hidden is None else _wide(hidden))
 
