@@ -161,6 +161,15 @@ def test_text_of_a_processor() -> None:
     assert ours(model, inputs).tolist() == greedy(model, inputs).tolist()
 
 
+def test_text_of_a_processor_for_a_hybrid_model() -> None:
+    """The token types of its processor are no images."""
+    model, stats = _hybrid(), list[Any]()
+    inputs = FAMILIES["qwen2_vl"].inputs([*HEAD, *TAIL], [5, 6, 7])
+    inputs["mm_token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+    assert ours(model, inputs, stats=stats).tolist() == greedy(model, inputs).tolist()
+    assert sum(each.drafted for each in stats) > 0
+
+
 @pytest.mark.slow
 def test_a_prompt_of_one_token() -> None:
     family, model = built("gemma3")
@@ -335,15 +344,19 @@ def test_a_model_whose_text_attends_to_later_tokens() -> None:
         ours(PALIGEMMA.build(), one(PALIGEMMA))
 
 
-@pytest.mark.slow
-def test_models_whose_prompts_are_more_than_entries() -> None:
-    """Of a hybrid model the recurrent states would be missing."""
+def _hybrid() -> Any:
     vision = {**QWEN, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 16, "num_position_embeddings": 16}
     config = transformers.Qwen3_5Config(
         text_config={**SIZES, **BY_NAME["qwen3_5"].options}, vision_config=vision, **QWEN_IDS
     )
     torch.manual_seed(0)
-    model = sharpen(transformers.Qwen3_5ForConditionalGeneration(config).eval())
+    return sharpen(transformers.Qwen3_5ForConditionalGeneration(config).eval())
+
+
+@pytest.mark.slow
+def test_models_whose_prompts_are_more_than_entries() -> None:
+    """Of a hybrid model the recurrent states would be missing."""
+    model = _hybrid()
     with pytest.raises(Refused, match="cannot go on from a prompt that was read with images or sounds: not all"):
         ours(model, one(FAMILIES["qwen2_vl"]), "plain")
 

@@ -30,7 +30,7 @@ from leapahead.core.verify import Verdict
 from leapahead.drafters.base import Drafter
 from leapahead.engine.request import Request
 from leapahead.integrations.hf_encoded import EncoderInput
-from leapahead.integrations.hf_fields import inputs_read_once
+from leapahead.integrations.hf_fields import is_text_alone
 from leapahead.integrations.hf_images import ReadPrompt, read
 from leapahead.integrations.hf_processors import of_row, sampling_params
 from leapahead.models.base import Session, Target, read_prompt
@@ -237,7 +237,7 @@ class Batch:
     Attributes:
         pads_after: whether a row that has ended is padded. Transformers does so where there is an EOS criterion;
             without one, ended rows continue until all have ended.
-        read_once: the names of what the prompts consist of beside tokens, see `hf_images`.
+        read_once: whether the prompts consist of more than tokens, see `hf_images`.
         max_length: greatest number of ids of a row, left padding included.
     """
 
@@ -263,7 +263,7 @@ class Batch:
         own = [len(input_ids) == 1 or type(c).__module__ == StoppingCriteria.__module__ for c in others]
         self._criteria = StoppingCriteriaList(c for c, alone in zip(others, own, strict=True) if alone)
         joint = [c for c, alone in zip(others, own, strict=True) if not alone]
-        self.read_once = inputs_read_once(model_kwargs) if encoded is None else []
+        self.read_once = encoded is None and not is_text_alone(model_kwargs)
         mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
         if encoded is not None:
             mask = positions = None

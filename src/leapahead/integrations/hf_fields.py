@@ -134,6 +134,7 @@ MODEL_INPUTS = frozenset(
 
 MULTIMODAL = "mm_encoder_outputs"  # by "image" and "video", made by Transformers 5.24; empty for text alone
 TEXT = ("text", ("text",), ["text"])  # what `input_modalities` of a model says that takes nothing else
+TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # by processors of images; 0 for text
 EMBEDDED = ("inputs_embeds",)  # instead of token ids
 ENCODED = "encoder_outputs"  # of an encoder-decoder model, computed by Transformers
 
@@ -189,6 +190,16 @@ def inputs_read_once(model_kwargs: Mapping[str, Any]) -> list[str]:
     encoded = [name for name, value in model_kwargs.get(MULTIMODAL, {}).items() if value is not None]
     others = [name for name, value in model_kwargs.items() if value is not None and name not in MODEL_INPUTS]
     return [*encoded, *(name for name in others if name != MULTIMODAL)]
+
+
+def is_text_alone(model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a prompt has no images or sounds, so that tokens are all there is to it.
+
+    Args:
+        model_kwargs: as Transformers prepared them, of a model for which they were not refused.
+    """
+    names = inputs_read_once(model_kwargs)
+    return all(name in TYPES for name in names) and not any(bool(model_kwargs[name].any()) for name in names)
 
 
 def _refuse_processor(processor: Any) -> None:
