@@ -1061,6 +1061,17 @@ def test_the_drafter_cache_is_kept_where_hooks_change() -> None:
     assert ours(model, SINGLE, "suffix").tolist() == theirs(model, SINGLE).tolist()
 
 
+def test_the_engine_of_a_model_with_offloaded_layers_is_kept() -> None:
+    """Its parameters are other objects after each forward."""
+    model = tiny("llama")
+    pytest.importorskip("accelerate").cpu_offload(model.model.layers[1], torch.device("cpu"))
+    expected, engines = theirs(model, BATCH).tolist(), []
+    for _ in range(2):
+        assert ours(model, BATCH, "draft_model", draft="self:first=1").tolist() == expected
+        engines.append(hf_engine._kept[model])
+    assert engines[0] is engines[1]
+
+
 def test_a_drafter_cache_can_be_saved(llama: Any, tmp_path: Path) -> None:
     own = DrafterCache()
     ours(llama, BATCH, "suffix", drafter_cache=own)

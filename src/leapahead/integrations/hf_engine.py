@@ -166,10 +166,13 @@ def _state(model: Any) -> object:
     """What an engine depends on: device, dtype, autocast, attention, configuration, modules, tensors, adapters, hooks.
 
     The values of weights may change, since drafts that are made of the model ("self:first=8") share them. Other
-    modules, parameter objects and hooks would not be shared.
+    modules, parameter objects and hooks would not be shared. Offloaded parameters are new objects after each forward,
+    and what shares them has the hooks that load them.
     """
     config = model.config.get_text_config(decoder=True)
-    parts = tuple(map(id, (*model.modules(), *model.parameters())))
-    layers = changes.adapters(changes.adapter_layers(list(model.modules())))
+    modules = list(model.modules())
+    lasting = (each for part in modules if not changes.offloads(part) for each in part.parameters(recurse=False))
+    parts = tuple(map(id, (*modules, *lasting)))
+    layers = changes.adapters(changes.adapter_layers(modules))
     modes = model.device, model.dtype, autocast(), config._attn_implementation
-    return modes, config.to_json_string(), parts, layers, changes.hooks(map(vars, model.modules()))
+    return modes, config.to_json_string(), parts, layers, changes.hooks(map(vars, modules))
