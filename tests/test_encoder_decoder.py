@@ -615,6 +615,8 @@ def test_generate_of_transformers(name: str) -> None:
     for left in (False, True):
         own, ours = _both(model, _batch(prompts, left))
         assert torch.equal(own, ours)
+    own, ours = _both(model, {**_batch(prompts), "labels": torch.full((len(prompts), 2), 20)})  # of a trainer
+    assert torch.equal(own, ours)
     own, ours = _both(model, _batch(prompts[:2]), "suffix", repetition_penalty=1.2, no_repeat_ngram_size=3)
     assert torch.equal(own, ours)
     begin = torch.tensor([[int(own[0, 0]), 20, 21]])

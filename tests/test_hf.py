@@ -831,6 +831,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str, monkeypatch: pyte
         model.generate(**SINGLE, custom_generate=hf.generate, **options)
 
 
+def test_labels_have_no_effect(llama: Any) -> None:
+    """They are in the batches of a trainer, and Transformers takes them."""
+    inputs = {**BATCH, "labels": BATCH["input_ids"]}
+    assert ours(llama, inputs).tolist() == theirs(llama, inputs).tolist()
+
+
 def test_inputs_that_are_refused(llama: Any) -> None:
     right = {"input_ids": BATCH["input_ids"].flip(1), "attention_mask": BATCH["attention_mask"].flip(1)}
     with pytest.raises(Refused, match="padding_side"):

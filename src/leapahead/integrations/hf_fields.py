@@ -122,13 +122,14 @@ REFUSED_PROCESSORS: Mapping[str, str] = {
     "DiaEOSDelayPatternLogitsProcessor": _LAYOUT,
 }
 
-# Inputs of the model's forward that Transformers adds by itself. Others are for the prompt alone in models that take
-# images, video or sound, see `hf_images`; any other model would have to be given them in every forward.
+# Inputs of the model's forward that Transformers adds by itself, or takes and never passes on (labels). Others are for
+# the prompt alone in models that take images, video or sound, see `hf_images`; any other model would have to be given
+# them in every forward.
 CACHES = ("past_key_values", "cache_params", "cache")
 MODEL_INPUTS = frozenset(
     """
     attention_mask position_ids past_key_values cache_params cache use_cache logits_to_keep output_attentions
-    output_hidden_states
+    output_hidden_states labels
     """.split()  # noqa: SIM905
 )
 
