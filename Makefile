@@ -3,7 +3,6 @@
 VENV      := .venv
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-WITH_LLAMA := $(VENV)/.with-llama-cpp
 WITH_OPENVINO := $(VENV)/.with-openvino
 # Pinned, so that a machine without a GPU can hold a CPU build of exactly this version ready.
 TORCH     := torch==2.13.0
@@ -11,12 +10,15 @@ PYTHON    ?= python3
 
 # llama-cpp-python comes as source: built once (5 to 10 minutes on 2 cores), kept in build/ for the next environment.
 LLAMA     := llama-cpp-python==0.3.36
-WHEELS    := build/wheels
 # Without AMX, which some virtual machines announce and then answer with an illegal instruction (llama.cpp's own programs
 # end the same way there). What else the CPU has, is used.
 LLAMA_CXXFLAGS := -U__AMX_INT8__
 # Further options of llama.cpp's build, such as -DGGML_LLAMAFILE=OFF; docs/research/llama-cpp.md tells what each costs.
 LLAMA_CMAKE_ARGS ?=
+# Each set of these has a build of its own, and one of them is installed.
+LLAMA_KIND := $(if $(LLAMA_CMAKE_ARGS),-$(firstword $(shell printf %s '$(LLAMA_CMAKE_ARGS)' | cksum)))
+WHEELS     := build/wheels$(LLAMA_KIND)
+WITH_LLAMA := $(VENV)/.with-llama-cpp$(LLAMA_KIND)
 
 .PHONY: demo demo-gguf demo-openvino demo-serve test test-all test-ray test-ray-vllm lint format types tests figures docs wheel clean
 
@@ -442,8 +444,9 @@ $(WITH_LLAMA): $(INSTALLED)
 		CXXFLAGS="$(LLAMA_CXXFLAGS)" CMAKE_ARGS="-DLLAVA_BUILD=OFF $(LLAMA_CMAKE_ARGS)" \
 		CMAKE_BUILD_PARALLEL_LEVEL=$$(getconf _NPROCESSORS_ONLN) \
 		$(BIN)/python -m pip wheel --quiet --no-cache-dir --no-deps --wheel-dir $(WHEELS) $(LLAMA); }
-	$(BIN)/python -m pip install --quiet $(WHEELS)/llama_cpp_python-*.whl
+	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps $(WHEELS)/llama_cpp_python-*.whl
 	$(BIN)/python -m pip install --quiet --editable '.[llama-cpp]'
+	@rm -f $(VENV)/.with-llama-cpp*
 	@touch $@
 
 $(WITH_OPENVINO): $(INSTALLED)

@@ -7,6 +7,7 @@ editable installation gets the module beside the Python files.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,17 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+LEAST_CMAKE = (3, 18)
+
+
+def _has_cmake() -> bool:
+    """Whether there is a CMake that is new enough and starts in an isolated build, unlike one of the user's site."""
+    try:
+        told = subprocess.run(["cmake", "--version"], capture_output=True, text=True, check=True).stdout
+        return tuple(map(int, re.findall(r"\d+", told)[:2])) >= LEAST_CMAKE
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
 
 class NativeModule(BuildHookInterface[Any]):
     """Runs CMake. hatchling makes one for each wheel and for each editable installation."""
@@ -24,9 +36,10 @@ class NativeModule(BuildHookInterface[Any]):
 
     def dependencies(self) -> list[str]:
         """What an isolated build needs beside `build-system.requires`."""
-        if shutil.which("cmake"):
+        if _has_cmake():
             return []
-        return ["cmake>=3.18"] if os.name == "nt" else ["cmake>=3.18", "ninja"]
+        cmake = f"cmake>={'.'.join(map(str, LEAST_CMAKE))}"
+        return [cmake] if os.name == "nt" else [cmake, "ninja"]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         self._folder = TemporaryDirectory()

@@ -1103,6 +1103,11 @@ def test_a_saved_drafter_cache_is_shared_with_an_llm(llama: Any, tokenizer: Any,
     ours(llama, BATCH, "suffix", drafter_cache=llm.drafter_cache)
     own.merge(file)
     assert own.tokenizer == fingerprint(tokenizer)
+    unknown = DrafterCache()
+    ours(llama, BATCH, "suffix", drafter_cache=unknown)
+    own.merge(unknown.save(tmp_path / "unknown"))
+    own.merge_bytes(unknown.to_bytes())  # in the other order as well
+    assert own.tokenizer == fingerprint(tokenizer)
 
 
 @pytest.mark.slow

@@ -243,8 +243,21 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @pytest.mark.slow
 def test_commands_that_measure_have_the_form_of_an_llm(command: Any, tmp_path: Path) -> None:
-    check = ("check", "--limit", "1", "-d", "plain")
-    bench = ("bench", "--task", "code=1", "--rounds", "1", "-t", "0", "-d", "jacobi", "--out", str(tmp_path / "out"))
+    check, prompts = ("check", "--limit", "1", "-d", "plain"), tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"def f{each}(\n" for each in range(MANY)))
+    bench = (
+        "bench",
+        "--data",
+        str(prompts),
+        "--rounds",
+        "1",
+        "-t",
+        "0",
+        "-d",
+        "jacobi",
+        "--out",
+        str(tmp_path / "out"),
+    )
     for args in (check, bench, ("tune", "--seconds", "0.1", "--text-seconds", "0.1", "--limit", "1")):
         separate, errors = command(*args)
         assert (separate, errors.count("a KV cache of 256 tokens for each of 9 sequences")) == (True, 1), args

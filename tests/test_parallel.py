@@ -26,7 +26,7 @@ from parallel import divided, on_devices
 
 from leapahead import LLM, Engine, Request, SamplingParams, StopParams
 from leapahead.core.bias import LogitBias
-from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
+from leapahead.core.errors import BadLogits, BadParameter, CacheFull, LeapaheadError, Refused
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import verify
 from leapahead.models.base import CHAIN, Capture, Target, read_prompt
@@ -496,6 +496,29 @@ def test_only_the_own_part_of_a_step_computes_in_fewer_threads(four_threads: Non
     target.close()
     assert set(used) == {2}
     assert torch.get_num_threads() == 4
+
+
+def test_commits_change_no_number_of_threads(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes new threads for another number."""
+    changes: list[int] = []
+    with on_devices(ToyTarget, 2) as target:
+        target.device.threads = 2
+        session = target.open([1, 2, 3], GREEDY)
+        read_prompt(target, session)
+        monkeypatch.setattr(torch, "set_num_threads", changes.append)
+        choices = target.step([session], [TokenTree.root(3)])
+        session.commit(verify(TokenTree.root(3), choices[0]))
+        session.close()
+    assert len(changes) == 2  # before the step and behind it
+
+
+def test_logits_that_are_no_numbers_are_told_as_on_one_device() -> None:
+    class Wrong(ToyTarget):
+        def row(self, prefix: Any) -> Any:
+            return np.full(self.info.vocab_size, np.nan, dtype=np.float32)
+
+    with on_devices(Wrong, 2) as target, pytest.raises(BadLogits):
+        LLM(target, drafter="lookahead").generate([1, 2, 3], max_new_tokens=4)
 
 
 def test_where_no_process_starts_the_number_of_threads_stays(

@@ -59,6 +59,7 @@ def test_text_that_is_redirected_is_utf_8(monkeypatch: pytest.MonkeyPatch, encod
     command._prepare_streams()
     screen.show_text("日本 é →")
     sys.stdout.flush()
+    assert sys.stdout.errors == "replace"  # a file name may hold bytes that are no characters
     assert raw.getvalue().decode(encoding or "utf-8").rstrip() == found
 
 
@@ -73,6 +74,17 @@ def test_a_closed_pipe_of_windows_is_no_error(monkeypatch: pytest.MonkeyPatch) -
 # ---------------------------------------------------------------------------------------------------- installation
 
 
+def build_hook() -> Any:
+    """The module of the build, which is not part of the package."""
+    pytest.importorskip("hatchling")
+    spec = importlib.util.spec_from_file_location("build_hook", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    return hook
+
+
 @pytest.mark.parametrize(
     ("system", "programs", "wants_ninja"),
     [
@@ -84,13 +96,8 @@ def test_a_closed_pipe_of_windows_is_no_error(monkeypatch: pytest.MonkeyPatch) -
 def test_cmake_finds_the_compiler_of_windows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, system: str, programs: set[str], wants_ninja: bool
 ) -> None:
-    pytest.importorskip("hatchling")
     pytest.importorskip("nanobind")
-    spec = importlib.util.spec_from_file_location("build_hook", ROOT / "hatch_build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
+    hook = build_hook()
     commands: list[list[str]] = []
     found = Elsewhere()
     found.name = system
@@ -103,9 +110,20 @@ def test_cmake_finds_the_compiler_of_windows(
     with pytest.raises(ValueError, match="unpack"):  # nothing was built
         native._compiled(tmp_path)
     assert ("Ninja" in commands[0]) == wants_ninja
-    assert native.dependencies() == []
-    monkeypatch.setattr(hook.shutil, "which", lambda name: None)
+    monkeypatch.setattr(hook, "_has_cmake", lambda: False)
     assert ("ninja" in native.dependencies()) == (system == "posix")
+
+
+@pytest.mark.parametrize(("told", "code", "is_fetched"), [("3.25.1", 0, False), ("3.16.3", 0, True), ("", 1, True)])
+def test_a_cmake_that_cannot_build_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: str, code: int, is_fetched: bool
+) -> None:
+    program = tmp_path / "cmake"
+    program.write_text(f"#!/bin/sh\necho 'cmake version {told}'\nexit {code}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    hook = build_hook()
+    assert bool(hook.NativeModule.__new__(hook.NativeModule).dependencies()) == is_fetched
 
 
 # ---------------------------------------------------------------------------------------------------------- server

@@ -674,6 +674,18 @@ def test_the_type_that_a_processor_returns_counts_with_a_draft_as_without(kind: 
         assert together == processor(None, logits).argmax(-1).tolist()
 
 
+def test_a_processor_may_return_the_same_array_in_every_call() -> None:
+    """Of a chain on an accelerator, every node is a call of its own."""
+    kept = np.empty((1, 50), dtype=np.float32)
+
+    def processor(prefixes: Any, logits: Any) -> Any:
+        return np.add(logits, 1.0, out=kept)
+
+    tree, logits = TokenTree.from_paths(3, [[1, 1, 2]]), np.random.default_rng(0).normal(size=(4, 50))
+    sampler = Sampler(SamplingParams(processors=(processor,)), [5, 3], 50, on_device=True)
+    assert sampler.choose(logits, tree, np.arange(4)).tolist() == logits.argmax(-1).tolist()
+
+
 # ------------------------------------------------------------------------------------------- kinds of arrays, ties
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from leapahead.core.errors import BadParameter
 from leapahead.core.text import Tokenizer
+
+MARK = "\ue0ff"  # of Unicode's private use, which no template has in its own text
 
 
 def chat_text(
@@ -18,8 +19,8 @@ def chat_text(
 ) -> str:
     """The text of a chat by the tokenizer's template. See `encode`.
 
-    Some templates, as of models that take images, read lists of parts only, and leave out a content that is a text. So
-    where the last message is not shown, the contents are given as such lists.
+    Some templates, as of models that take images, read lists of parts only, and leave out a content that is a text. The
+    contents are given to them as such lists.
 
     Raises:
         BadParameter: there is no template, or it does not take these messages.
@@ -31,6 +32,9 @@ def chat_text(
             raise BadParameter(f'a chat message is {{"role": "user", "content": "..."}}, got {message!r}')
     conversation = [dict(message) for message in messages]
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **(variables or {})}
+    if not _shows(MARK, tokenizer, options) and _shows(_parts(MARK), tokenizer, options):
+        for each in conversation:
+            each["content"] = _parts(each["content"])
     try:
         text = tokenizer.apply_chat_template(conversation, **options)
     except ImportError as error:  # Transformers needs a recent jinja2
@@ -44,15 +48,22 @@ def chat_text(
         raise BadParameter(f"the chat template does not take these messages: {error}") from None
     if _shows_parts(conversation, text):
         raise BadParameter("the chat template takes no lists of parts; give the content of each message as text")
-    if isinstance(last := conversation[-1]["content"], str) and last.strip() not in text:
-        for each in conversation:
-            if isinstance(each["content"], str):
-                each["content"] = [{"type": "text", "text": each["content"]}]
-        with suppress(Exception):  # it does not take lists, either
-            other = tokenizer.apply_chat_template(conversation, **options)
-            if last.strip() in other and not _shows_parts(conversation, other):
-                return other
     return text
+
+
+def _parts(content: Any) -> Any:
+    """A content that is a text as a list of its one part."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _shows(content: Any, tokenizer: Tokenizer, options: Mapping[str, Any]) -> bool:
+    """Whether the chat template shows this content of a user, in which there is the mark, and not as Python does."""
+    messages = [{"role": "user", "content": content}]
+    try:
+        text = tokenizer.apply_chat_template(messages, **options)
+    except Exception:  # a template is somebody's program, and may raise anything
+        return False
+    return MARK in text and not _shows_parts(messages, text)
 
 
 def _shows_parts(conversation: Iterable[Mapping[str, Any]], text: str) -> bool:

@@ -294,7 +294,8 @@ def _prepare_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal cannot show becomes "?"
     if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty() and "PYTHONIOENCODING" not in os.environ:
-        sys.stdout.reconfigure(encoding="utf-8")  # as texts are read; under Windows it would be that of its language
+        # As texts are read. Under Windows it would be the encoding of its language.
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # invalid bytes are refused by `text_of`
 

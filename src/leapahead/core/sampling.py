@@ -330,7 +330,8 @@ class Sampler:
                 committed = self._prefix.first(0 if is_free else length)  # a long text is not copied for nothing
                 prefixes = np.stack([np.concatenate([committed, np.array(path, dtype=np.int64)]) for path in paths])
                 given = scores if len(rows) == len(nodes) else scores[self._to_array(rows)]
-                found.append(_floats(processed(processor, self._to_array(prefixes), given), copy=False))
+                # A copy of several, since it may be an array that the processor writes to again.
+                found.append(_floats(processed(processor, self._to_array(prefixes), given), copy=given is not scores))
             # The type that it returns counts with and without a draft, so that the choice does not depend on one.
             scores = found[0] if len(found) == 1 else xp.concat(found)[self._to_array(np.argsort(np.hstack(groups)))]
         # A processor may return an array that it keeps, or a view that repeats one row: it must not be written to.

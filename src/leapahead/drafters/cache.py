@@ -182,6 +182,8 @@ class DrafterCache:
         """Takes the vocabulary of what is merged, if this cache has no name for its own yet."""
         if self._is_unnamed(vocab_size):
             self._tokenizer, self.vocab_size = tokenizer, vocab_size
+        elif (tokenizer, vocab_size) == (unnamed(self.vocab_size), self.vocab_size):
+            return  # whatever the order in which they are merged
         elif difference := self._difference(tokenizer, vocab_size):
             raise BadParameter(
                 f"{origin} belongs to {difference[1]} and cannot be merged with {self.path or 'a drafter cache'} of "

@@ -6,6 +6,7 @@ Everything is computed when it is read. This module imports no backend.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter
 
 import numpy as np
@@ -210,7 +211,8 @@ class Choices(Rows):
         try:
             checked([-1], f"position {self._length + self.tree.depth_list[node]}")
         except BadLogits as found:
-            found.banned = bool(np.isfinite(_host(self._live()[node - self.num_computed]).max()))
+            with suppress(Refused):  # logits that were not gathered from several devices
+                found.banned = bool(np.isfinite(_host(self._live()[node - self.num_computed]).max()))
             raise
 
     def probabilities(self, nodes: Sequence[int] | IntArray) -> FloatArray:

@@ -301,7 +301,7 @@ class ParallelTarget:
     def tell(self, rank: int, command: Command) -> None:
         """Gives a device a command that has no answer; one of another process gets it with the next command."""
         if rank == 0:
-            self.device.run(command)
+            command.run(self.device)  # no computation: the number of threads is not changed for it
         elif not self.link.problem:
             self._news[rank].append(command)
 
