@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from leapahead import LLM, Piece
 from leapahead import drafters as registry
 from leapahead.bench import prompts
 from leapahead.bench.compare import Comparison
+from leapahead.check import Difference, DrafterReport, Report
 from leapahead.cli import main, screen
 from leapahead.cli.command import Command, Group, name_options
 from leapahead.cli.drafters import arguments, describe
@@ -27,6 +29,8 @@ from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import Proposal, SequenceDrafter, SequenceView
 from leapahead.models import loading
 from leapahead.models.transformers.kv_cache import KVCache
+
+check: Any = import_module("leapahead.cli.check")
 
 PROMPT = "def add(a, b):"
 
@@ -324,6 +328,20 @@ def test_check_exits_1_on_a_mismatch(leapahead: Any, monkeypatch: pytest.MonkeyP
         assert json.loads(result.stdout)["ok"] is False
     else:
         assert "MISMATCH" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("gap", "noise", "is_bug"), [(0.0006, 0.9, False), (2.0, 0.9, True), (float("inf"), 0.0, True)]
+)
+def test_check_tells_a_bug_from_a_model_that_rounds_coarsely(
+    capsys: pytest.CaptureFixture[str], gap: float, noise: float, is_bug: bool
+) -> None:
+    row = DrafterReport("auto", tokens=8, differences=[Difference(0, 6, 757, 349, gap, noise, False)])
+    check._show(Report("model", 1, 8, 1.0, [row]), "greedy", 1)
+    told = capsys.readouterr().out
+    assert "MISMATCH: a drafter's text differs from that of plain decoding." in told
+    assert ("Try shorter prompts" not in told) == is_bug
+    assert "please report it." in told
 
 
 class Telepath(SequenceDrafter):
