@@ -38,7 +38,7 @@ SHOWN = 3  # mismatches that are printed of each drafter
 BUG = "This is a bug; please report it."
 UNSTEADY = (
     "The tokens are closer than the rounding error there, but that is larger than it should be for this type, as where "
-    "texts are longer than the model was trained for. Try shorter prompts, or a wider type; if texts differ there, too, "
+    "texts are longer than the model was trained for. Try shorter prompts, or a wider type; if texts differ there too, "
     "this is a bug; please report it."
 )
 
