@@ -104,7 +104,7 @@ def toys(request: pytest.FixtureRequest) -> Iterator[ParallelTarget]:
 def test_a_forked_process_does_not_end_the_processes_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     with on_devices(ToyTarget, 2) as target:
         with monkeypatch.context() as child:
-            child.setattr("leapahead.models.parallel.target.os.getpid", lambda: -1)
+            child.setattr("leapahead.models.parallel.followed.os.getpid", lambda: -1)
             target.close()
         assert not target.link.problem
         assert run(target, "lookahead").tokens == run(ToyTarget()).tokens
@@ -115,7 +115,7 @@ def test_closing_closes_the_own_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ToyTarget, "close", lambda self: closed.append(self), raising=False)
     target = divided([ToyTarget(), ToyTarget()])
     target.close()
-    assert closed == [target.device.target]
+    assert closed == [target.here.target]
 
 
 @pytest.mark.slow
@@ -267,7 +267,7 @@ def test_an_interrupt_in_the_own_part_of_a_step_ends_nothing_else(monkeypatch: p
     target, steps, step = divided([ToyTarget(), ToyTarget()]), count(1), Step.run
 
     def interrupted(self: Step, device: Any) -> Any:
-        if device is target.device and next(steps) == 2:
+        if device is target.here and next(steps) == 2:
             raise KeyboardInterrupt
         return step(self, device)
 
@@ -502,7 +502,7 @@ def test_commits_change_no_number_of_threads(four_threads: None, monkeypatch: py
     """torch makes new threads for another number."""
     changes: list[int] = []
     with on_devices(ToyTarget, 2) as target:
-        target.device.threads = 2
+        target.here.threads = 2
         session = target.open([1, 2, 3], GREEDY)
         read_prompt(target, session)
         monkeypatch.setattr(torch, "set_num_threads", changes.append)

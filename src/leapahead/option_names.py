@@ -41,13 +41,15 @@ OTHERS_OF_TEXT = {
 }
 _CACHE = "the context is as long as the model's; cache_tokens, or n_ctx of a GGUF file, limits the KV cache"
 _QUANTIZED = "give a model that Transformers loaded so, a GGUF file, or engine='openvino' with weights='int8' or 'int4'"
-_PARALLEL = "device='balanced' divides the layers among GPUs"
+_LAYERS = "device='balanced' divides the layers among GPUs"
+_TENSORS = "use devices='cuda:0,cuda:1' and tensor_parallel=True"
 _DRAFT = "use draft=, the name of a smaller model"
 _NODES = "drafters choose how much to draft; those that can draft a fixed number have nodes"
 OTHERS_OF_LLM = {
     **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length", "gpu_memory_utilization", "swap_space"), _CACHE),
     **dict.fromkeys(("quantization", "quantization_config", "load_in_4bit", "load_in_8bit"), _QUANTIZED),
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "device_map", "tp_plan"), _PARALLEL),
+    **dict.fromkeys(("pipeline_parallel_size", "device_map"), _LAYERS),
+    **dict.fromkeys(("tensor_parallel_size", "tp_plan", "tp_size"), _TENSORS),
     **dict.fromkeys(("speculative_model", "draft_model", "assistant_model"), _DRAFT),
     **dict.fromkeys(("num_speculative_tokens", "num_assistant_tokens"), _NODES),
     "speculative_config": "use drafter= and draft=",

@@ -24,11 +24,10 @@ from leapahead.cli import screen
 from leapahead.cli.acceptance import SPELLED
 from leapahead.cli.bench_models import model_of
 from leapahead.cli.command import DIFFERENT, INTERRUPTED, Command, drafter_names, option
-from leapahead.cli.engine_options import ENGINE
+from leapahead.cli.engine_options import ENGINE, MODEL_GROUP
 from leapahead.cli.options import (
     FILE_OF_PROMPTS,
     LOADING,
-    MODEL_GROUP,
     SHORTHANDS,
     all_of,
     batch_option,

@@ -1,4 +1,4 @@
-"""Options of the engines: how llama.cpp runs a GGUF file, and OpenVINO a model."""
+"""Options of the engines: how Transformers and OpenVINO run a model, and llama.cpp a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,40 @@ from leapahead.cli.command import option
 
 Option = Callable[[Any], Any]  # a click decorator
 
-GGUF_GROUP, OPENVINO_GROUP = "GGUF options (llama.cpp)", "OpenVINO options"
+MODEL_GROUP, GGUF_GROUP, OPENVINO_GROUP = "Model options", "GGUF options (llama.cpp)", "OpenVINO options"
 
+SEVERAL_DEVICES: tuple[Option, ...] = (
+    option(
+        "--devices",
+        metavar="DEVICE,...",
+        group=MODEL_GROUP,
+        help="Divide the branches of drafts over devices, each with the whole model: cuda:0,cuda:1, or torchrun for "
+        "the processes that torchrun started. Transformers only.",
+    ),
+    option(
+        "--tensor-parallel",
+        is_flag=True,
+        default=None,
+        group=MODEL_GROUP,
+        help="Divide the weights over --devices instead, where the model fits on none of them.",
+    ),
+)
+OF_TRANSFORMERS: tuple[Option, ...] = (
+    option(
+        "--static",
+        type=click.Choice(["auto", "off", "graphs", "compiled"]),
+        group=MODEL_GROUP,
+        show_default="auto",
+        help="Capture a Transformers model's forwards as CUDA graphs, and compile those in use; auto: graphs on CUDA.",
+    ),
+    option(
+        "--pack/--no-pack",
+        default=None,
+        group=MODEL_GROUP,
+        show_default="--pack",
+        help="Lay out a Transformers model's bfloat16 weights for faster products on a CPU.",
+    ),
+)
 ENGINE: tuple[Option, ...] = (
     option(
         "--threads-batch",

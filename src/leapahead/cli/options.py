@@ -10,7 +10,7 @@ import click
 
 from leapahead import drafters
 from leapahead.cli.command import Decorated, drafter_names, option
-from leapahead.cli.engine_options import ENGINE, GGUF_GROUP
+from leapahead.cli.engine_options import ENGINE, GGUF_GROUP, MODEL_GROUP, OF_TRANSFORMERS, SEVERAL_DEVICES
 from leapahead.cli.engine_options import Option as Option
 from leapahead.cli.text_input import utf8_only
 from leapahead.cli.typed import HomePath, value_of
@@ -20,7 +20,7 @@ from leapahead.inputs import Options
 from leapahead.models.loading import ENGINE_OPTIONS, ENGINES
 
 SHORTHANDS = ("window", "ngram", "guesses", "preset", "draft", "head")  # drafter options with a flag of their own
-MODEL_GROUP, DRAFTER_GROUP, TEXT_GROUP = "Model options", "Drafter options", "Text options"
+DRAFTER_GROUP, TEXT_GROUP = "Drafter options", "Text options"
 INPUT_GROUP = "Input options"
 EXISTING_FILE = HomePath(exists=True, dir_okay=False, path_type=Path)
 FILE_OF_PROMPTS = (
@@ -88,29 +88,6 @@ PLACE: tuple[Option, ...] = (
         help="cpu, cuda, cuda:1, mps, xpu, auto: an accelerator if there is one; or balanced: the layers on all GPUs.",
     ),
 )
-DEVICES: Option = option(
-    "--devices",
-    metavar="DEVICE,...",
-    group=MODEL_GROUP,
-    help="Divide the branches of drafts over devices, each with the whole model: cuda:0,cuda:1, or torchrun for "
-    "the processes that torchrun started. Transformers only.",
-)
-OF_TRANSFORMERS: tuple[Option, ...] = (
-    option(
-        "--static",
-        type=click.Choice(["auto", "off", "graphs", "compiled"]),
-        group=MODEL_GROUP,
-        show_default="auto",
-        help="Capture a Transformers model's forwards as CUDA graphs, and compile those in use; auto: graphs on CUDA.",
-    ),
-    option(
-        "--pack/--no-pack",
-        default=None,
-        group=MODEL_GROUP,
-        show_default="--pack",
-        help="Lay out a Transformers model's bfloat16 weights for faster products on a CPU.",
-    ),
-)
 LOADING: tuple[Option, ...] = (
     option(
         "--engine",
@@ -121,7 +98,7 @@ LOADING: tuple[Option, ...] = (
         "`openvino` takes those too, and converts them once.",
     ),
     *PLACE,
-    DEVICES,
+    *SEVERAL_DEVICES,
     TRUST_REMOTE_CODE,
     EXACT,
     option(

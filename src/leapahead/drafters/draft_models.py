@@ -311,7 +311,8 @@ def load(
     path = loading.bundled("tiny-draft") if name == BUNDLED else name
     _check_memory(path)
     kind = loading.engine_of(path, engine if engine == "openvino" else "auto")
-    left_out = (loading.DEVICES, "kv_unified")  # it drafts on one of them, and in a cache as it needs it
+    # It drafts on one of several devices, and in a cache as it needs it.
+    left_out = (loading.DEVICES, loading.TENSOR_PARALLEL, "kv_unified")
     own = {name: options[name] for name in loading.OPTIONS_OF[kind] if name in options and name not in left_out}
     own |= {"dtype": dtype if kind == "transformers" else "auto", "trust_remote_code": trust_remote_code}
     return DraftModel.of(loading.load(path, engine=kind, device=device, cells=cells, **own))

@@ -29,17 +29,18 @@ LLAMA_CPP_OPTIONS = tuple(LlamaCppOptions.__dataclass_fields__)  # for a GGUF fi
 OPENVINO_OPTIONS = tuple(name for name in OpenVinoOptions.__dataclass_fields__ if name != "cache_tokens")
 WEIGHTS = "weights"  # of a model that is exported for OpenVINO
 DEVICES = "devices"  # of a model of Transformers that is given by its name
+TENSOR_PARALLEL = "tensor_parallel"  # the same
 STATIC = "static"  # of a model of Transformers
 PACK = "pack"  # of a model of Transformers that is given by its name
 OPTIONS_OF = {
-    "transformers": (DEVICES, STATIC, PACK),
+    "transformers": (DEVICES, TENSOR_PARALLEL, STATIC, PACK),
     "module": (STATIC,),
     "llama.cpp": LLAMA_CPP_OPTIONS,
     "openvino": (*OPENVINO_OPTIONS, WEIGHTS),
 }
 COMMON_OPTIONS = ("dtype", "device", "exact", "trust_remote_code", "cache_tokens")  # arguments of `load` beside these
 # What only some engines have.
-ENGINE_OPTIONS = tuple(dict.fromkeys((*LLAMA_CPP_OPTIONS, *OPENVINO_OPTIONS, WEIGHTS, DEVICES, STATIC, PACK)))
+ENGINE_OPTIONS = tuple(dict.fromkeys((*LLAMA_CPP_OPTIONS, *OPENVINO_OPTIONS, WEIGHTS, *OPTIONS_OF["transformers"])))
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,10 @@ def load(
         options: of the engine: for llama.cpp see `LlamaCppOptions`, for OpenVINO `OpenVinoOptions`, and `weights`, the
             type that a folder of Transformers is exported with: f32, bf16 (by default), int8 or int4. For Transformers
             `devices`: over which the branches of every tree are divided, each with the whole model: "cuda:0,cuda:1", a
-            list, or "torchrun" for the processes that torchrun started (see `models.parallel`), `static`: whether
-            forwards are captured as CUDA graphs or compiled (see `TransformersTarget`), and `pack`: whether linear
-            layers are laid out for faster products on a CPU (see `models.transformers.linears`; by default true).
+            list, or "torchrun" for the processes that torchrun started (see `models.parallel`), `tensor_parallel`:
+            whether the weights are divided over `devices` instead, `static`: whether forwards are captured as CUDA
+            graphs or compiled (see `TransformersTarget`), and `pack`: whether linear layers are laid out for faster
+            products on a CPU (see `models.transformers.linears`; by default true).
 
     Raises:
         LeapaheadError: no such model, one that cannot be decoded or lacks an option, or a package is not installed.
@@ -123,16 +125,18 @@ def load(
             raise BadParameter(f"exact=True is not possible with the target {model.info.name!r}, which is not exact")
         target = model
     else:
-        names = options.pop(DEVICES, None)
+        names, is_divided = options.pop(DEVICES, None), flag(TENSOR_PARALLEL, options.pop(TENSOR_PARALLEL, False))
         given = {"name_or_path": str(model or bundled()), "name": str(model or BUNDLED), "exact": exact, **options}
         given |= {"dtype": dtype, "trust_remote_code": trust_remote_code, "cache_tokens": cache_tokens}
         load_on = partial(_pretrained().load, with_tokenizer=tokenizer is None, **given)
+        if names is None and is_divided:
+            raise BadParameter("tensor_parallel=True needs devices, over which weights are divided, as 'cuda:0,cuda:1'")
         if names is None:
             target, found = load_on(device=device)
         elif device != "auto":
             raise BadParameter(f"device={device!r} is not possible with devices={names!r}; leave out one of them")
         else:
-            target, found = _launch(names, load_on, {**given, "dtype": str(dtype).removeprefix("torch.")})
+            target, found = _launch(names, load_on, {**given, "dtype": str(dtype).removeprefix("torch.")}, is_divided)
     if kind in ENGINES:
         origin.remember(target, **place)
     found = found if tokenizer is None else tokenizer
@@ -372,11 +376,13 @@ def _module_target(model: Any, **options: Any) -> Target:
     return target
 
 
-def _launch(devices: Any, load_on: Callable[..., Any], options: dict[str, Any]) -> tuple[Target, Tokenizer | None]:
+def _launch(
+    devices: Any, load_on: Callable[..., Any], options: dict[str, Any], tensor_parallel: bool
+) -> tuple[Target, Tokenizer | None]:
     """A model of Transformers on several devices, and its tokenizer."""
     from leapahead.models.parallel import launch
 
-    return launch.launched(devices, lambda name: load_on(device=name), options)
+    return launch.launched(devices, lambda name, **more: load_on(device=name, **more), options, tensor_parallel)
 
 
 def _pretrained() -> Any:

@@ -81,7 +81,7 @@ def load(config: HeadConfig, tensors: dict[str, Tensor], target: Any, name: str)
         config = replace(config, decoder=_decoder(network, info.name, name))
     with _named(name), torch.device("meta"):
         module: Any = networks.make(config)
-    shared = _shared(module, tensors, network, info.name, name, device)
+    shared = _shared(module, tensors, target, name, device)
     tensors |= shared
     _check_tensors(module, tensors, name)
     with _named(name):  # a rotary embedding is computed, so its size must be known to be that of the tensors
@@ -202,12 +202,14 @@ def _decoder(network: Any, target: str, name: str) -> dict[str, Any]:
 
 
 def _shared(
-    module: torch.nn.Module, tensors: dict[str, Tensor], network: Any, target: str, name: str, device: torch.device
+    module: torch.nn.Module, tensors: dict[str, Tensor], target: Any, name: str, device: torch.device
 ) -> dict[str, Tensor]:
     """The embedding and the output layer of the target, for a head that has none of its own.
 
     They are copied to the head's device where they lie on another one, as those of a target on several devices do.
     """
+    network, title = _network(target), target.info.name
+    gathered = getattr(target, "whole_weight", None)  # of a target whose weights are divided among processes
     expected = module.state_dict().keys()
     wanted = {
         own: of
@@ -223,14 +225,14 @@ def _shared(
     if network is None:
         raise Refused(
             f"the head {name} has no {' and no '.join(sorted(wanted))} of its own, and uses those of a model of "
-            f"Transformers, which {target} is not; use a head that has them"
+            f"Transformers, which {title} is not; use a head that has them"
         )
     found = {}
     for own, of in wanted.items():
-        weight = weight_of(getattr(network, of)())
+        weight = weight_of(getattr(network, of)()) if gathered is None else gathered(of)
         if weight is None or weight.is_meta:
             raise Refused(
-                f"the head {name} has no {own} of its own, and the target {target} shows none, as where it is "
+                f"the head {name} has no {own} of its own, and the target {title} shows none, as where it is "
                 "offloaded; load the target where it fits, or use a head that has one"
             )
         found[own] = weight.detach().to(device)

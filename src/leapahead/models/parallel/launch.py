@@ -2,6 +2,8 @@
 
 devices="cuda:0,cuda:1"     this process computes on the first device, and starts one process for each other
 devices="torchrun"          torchrun started one process for each device; the first decodes, the others follow it
+
+Each has the whole model and computes branches of every tree, or, for tensor parallelism, a part of its weights.
 """
 
 from __future__ import annotations
@@ -25,15 +27,18 @@ from torch.distributed.rendezvous import rendezvous
 
 from leapahead.core.errors import BadParameter, LeapaheadError
 from leapahead.models.base import Target
+from leapahead.models.parallel import tensor
 from leapahead.models.parallel.device import torch_threads
 from leapahead.models.parallel.link import TIMEOUT, Disconnected, Link
 from leapahead.models.parallel.target import ParallelTarget
 from leapahead.models.parallel.worker import FAILED, Reply, follow
 
 TORCHRUN = "torchrun"
+TENSOR_PARALLEL = "tensor_parallel"  # among the options of another process: the number of processes
 HOST = "127.0.0.1"
 JOIN = 120.0  # seconds within which a new process must have imported its packages
-Load = Callable[[str], tuple[Target, Any]]  # loads the model on a device: the target and its tokenizer
+Several = ParallelTarget | tensor.TensorParallelTarget
+Load = Callable[..., tuple[Target, Any]]  # loads the model on a device: the target and its tokenizer
 
 
 def checked(devices: str | Sequence[str]) -> list[str]:
@@ -55,12 +60,15 @@ def checked(devices: str | Sequence[str]) -> list[str]:
     return names
 
 
-def launched(devices: str | Sequence[str], load: Load, options: dict[str, Any]) -> tuple[ParallelTarget, Any]:
+def launched(
+    devices: str | Sequence[str], load: Load, options: dict[str, Any], tensor_parallel: bool = False
+) -> tuple[Several, Any]:
     """The model on several devices, and its tokenizer. Called by torchrun's other processes, it does not return.
 
     Args:
         devices: their names, or "torchrun".
-        load: loads the model in this process.
+        load: loads the model in this process, on a device; takes `tensor_parallel` of `pretrained.load` too.
+        tensor_parallel: whether the weights are divided over the devices; otherwise the branches of trees are.
         options: of `pretrained.load`, by which other processes load it; they must be of JSON's types.
 
     Raises:
@@ -69,20 +77,45 @@ def launched(devices: str | Sequence[str], load: Load, options: dict[str, Any]) 
     """
     names = checked(devices)
     if names == [TORCHRUN]:
-        return _joined(load)
-    store = _store(len(names))
-    share = max(1, torch.get_num_threads() // len(names)) if set(names) == {"cpu"} else None
-    processes = [_process(rank, names, store.port, options, share) for rank in range(1, len(names))]
+        return _joined(load, tensor_parallel)
+    size = len(names)
+    options = {**options, TENSOR_PARALLEL: size} if tensor_parallel else options
+    store = _store(size)
+    share = max(1, torch.get_num_threads() // size) if set(names) == {"cpu"} else None
+    processes = [_process(rank, names, store.port, options, share) for rank in range(1, size)]
     try:
-        link = linked(store, 0, len(names), processes, is_local=True)
+        link = linked(store, 0, size, processes, is_local=True)
         with torch_threads(share):
-            target, tokenizer = load(names[0])
-        found = ParallelTarget(target, link, partial(_end, processes), share)
+            found, tokenizer = _leading(load, store, names[0], link, partial(_end, processes), share, tensor_parallel)
         finalize(link, _end, processes, 0.0)  # where it is not closed, at the end of the interpreter for example
         return found, tokenizer
     except BaseException:
         _end(processes, 0.0)
         raise
+
+
+def _leading(
+    load: Load,
+    store: Store,
+    device: str,
+    link: Link,
+    end: Callable[[float], None],
+    share: int | None,
+    tensor_parallel: bool,
+    is_local: bool = True,
+) -> tuple[Several, Any]:
+    """What the process that decodes loads, while the others do the same."""
+    if not tensor_parallel:
+        target, tokenizer = load(device)
+        return ParallelTarget(target, link, end, share), tokenizer
+
+    def end_all(patience: float) -> None:
+        end(patience)
+        tensor.end()
+
+    with tensor.connected(store, link.rank, link.size, device, is_local):
+        target, tokenizer = load(device, tensor_parallel=link.size)
+        return tensor.TensorParallelTarget(target, link, end_all, share), tokenizer
 
 
 def _store(size: int) -> TCPStore:
@@ -143,7 +176,7 @@ def linked(
     return Link(gloo(PrefixStore("leapahead", store), rank, size, options), rank, size)
 
 
-def _joined(load: Load) -> tuple[ParallelTarget, Any]:
+def _joined(load: Load, tensor_parallel: bool) -> tuple[Several, Any]:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     command = "torchrun --nproc-per-node 2 -m leapahead ..."
     if not all(name in os.environ for name in names):
@@ -155,21 +188,29 @@ def _joined(load: Load) -> tuple[ParallelTarget, Any]:
     link = linked(store, rank, size)
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     if rank == 0:
-        target, tokenizer = load(device)
-        return ParallelTarget(target, link), tokenizer
-    follow_first(load, device, link)
+        return _leading(load, store, device, link, lambda patience: None, None, tensor_parallel, is_local=False)
+    follow_first(load, device, link, store if tensor_parallel else None)
     raise SystemExit(0)
 
 
-def follow_first(load: Load, device: str, link: Link) -> None:
-    """What another process than the first one does, to its end."""
+def follow_first(load: Load, device: str, link: Link, together: Store | None = None, is_local: bool = False) -> None:
+    """What another process than the first one does, to its end.
+
+    Args:
+        load, device, link, is_local: see `launched` and `linked`.
+        together: for tensor parallelism, where the processes find each other.
+    """
     try:
-        target, _ = load(device)
+        if together is None:
+            target, _ = load(device)
+        else:
+            with tensor.connected(together, link.rank, link.size, device, is_local):
+                target, _ = load(device, tensor_parallel=link.size)
     except Exception as error:  # the first process shows it
         with suppress(Disconnected):
             link.send(0, Reply(FAILED, str(error)))
         return
-    follow(target, link)
+    follow(target, link, together is not None)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], patience: float) -> None:

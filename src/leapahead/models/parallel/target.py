@@ -19,32 +19,22 @@ Only this process drafts, verifies and decides, so nothing must be equal on the 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
-from itertools import count
-from threading import RLock
 from typing import Any
 
 import numpy as np
 
 from leapahead.core.bias import LogitBias
-from leapahead.core.errors import CacheFull, LeapaheadError, Refused
+from leapahead.core.errors import LeapaheadError, Refused
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import IntArray, TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.models.base import CHAIN, LOGITS, NOTHING, TOP_K, TREE, Capture, Cost, Target, TargetInfo, require
+from leapahead.models.base import CHAIN, LOGITS, NOTHING, TOP_K, TREE, Capture, TargetInfo, require
 from leapahead.models.choices import Choices, FloatArray, PromptRows
-from leapahead.models.parallel.device import Close, Command, Commit, Device, Forget, Fork, Found, Open, Part, Read, Step
-from leapahead.models.parallel.link import Disconnected, Link
+from leapahead.models.parallel.device import Close, Command, Commit, Fork, Found, Open, Part, Read, Step
+from leapahead.models.parallel.followed import FollowedTarget
 from leapahead.models.parallel.split import split
-from leapahead.models.parallel.worker import DONE, FAILED, FULL, Reply, Stop
-
-PATIENCE = timedelta(seconds=5)  # within which a process that is told to stop receives that
-END = 5.0  # seconds that it may take to end then
-INTERRUPTED = "it was interrupted in the middle of a step"
 
 
 class Gathered(Choices):
@@ -87,7 +77,7 @@ class ParallelSession:
 
     @property
     def unread(self) -> int:
-        return self.target.device.sessions[self.number].unread
+        return self.target.here.sessions[self.number].unread
 
     @property
     def replay(self) -> int:
@@ -134,40 +124,12 @@ class ParallelSession:
             self.target.tell(rank, Close(self.number))
 
 
-class ParallelTarget:
+class ParallelTarget(FollowedTarget):
     """A target whose trees are divided over devices; see `leapahead.models.base.Target`.
 
     Drafted tokens cost as many rows as the largest part has, so `info.devices` tells the planner to measure forwards
-    over branches. Hidden states and added embeddings are not available.
-
-    Args:
-        target: this process's own.
-        link: to the other processes, each of which runs `worker.follow` with the same model.
-        end: called when the target is closed, with the seconds that the other processes may take to end.
-        threads: see `Device`.
-
-    Raises:
-        Refused: the target takes no token trees, or is of a kind that cannot be divided.
-        LeapaheadError: another process could not load its model, or has another one.
+    over branches. Hidden states and added embeddings are not available, nor is a target without token trees.
     """
-
-    has_threads = True  # of the connections, which a forked process shares with its parent
-
-    def __init__(
-        self,
-        target: Target,
-        link: Link,
-        end: Callable[[float], None] = lambda patience: None,
-        threads: int | None = None,
-    ) -> None:
-        self.device, self.link, self._end = Device(target, threads), link, end
-        self._process = os.getpid()
-        self.lock = RLock()
-        self._numbers = count()
-        self._news: list[list[Command]] = [[] for _ in range(link.size)]
-        self._is_asking = False  # whether there may be answers that are not read
-        self.info = self._information(target.info)
-        self._compare()
 
     def _information(self, info: TargetInfo) -> TargetInfo:
         reason = ""
@@ -186,29 +148,6 @@ class ParallelTarget:
             devices=self.link.size,
             reads_in_steps=0,
         )
-
-    def _compare(self) -> None:
-        """Waits until every process has loaded its model."""
-        own = self.device.identity
-        for rank in range(1, self.link.size):
-            if (identity := self._answer(rank)) != own:
-                raise LeapaheadError(
-                    f"process {rank} has loaded another model than process 0: {_differences(own, identity)}; start all "
-                    "processes with the same model, dtype and versions"
-                )
-
-    @property
-    def model(self) -> Any:
-        """The model of this process's own target, where that has one; its configuration tells what ends a text."""
-        return getattr(self.device.target, "model", None)
-
-    @property
-    def max_leaves(self) -> int:
-        return self.device.target.max_leaves
-
-    @property
-    def max_nodes(self) -> int:
-        return self.device.target.max_nodes
 
     def open(
         self,
@@ -293,87 +232,6 @@ class ParallelTarget:
             for at, (session, tree, rows) in enumerate(zip(sessions, trees, owned, strict=True))
         ]
 
-    def cost(self, sessions: Sequence[ParallelSession], trees: Sequence[TokenTree]) -> Cost:
-        """Of the whole trees, as the latency profile is of forwards that were divided in the same way."""
-        own = [self.device.sessions[session.number] for session in sessions]
-        return self.device.target.cost(own, trees)
-
-    def tell(self, rank: int, command: Command) -> None:
-        """Gives a device a command that has no answer; one of another process gets it with the next command."""
-        if rank == 0:
-            command.run(self.device)  # no computation: the number of threads is not changed for it
-        elif not self.link.problem:
-            self._news[rank].append(command)
-
-    def _everywhere(self, commands: Sequence[Command]) -> list[Any]:
-        """Runs one command on each device, at the same time; returns their answers.
-
-        Raises:
-            Exception: what this device raises; else what another one reports, after all have answered.
-        """
-        if problem := self._problem():
-            raise LeapaheadError(f"decoding on several devices has ended: {problem}; make a new LLM")
-        self._is_asking = True
-        for rank in range(1, self.link.size):
-            news, self._news[rank] = self._news[rank], []
-            self.link.send(rank, [*news, commands[rank]])
-        answers, error, is_asking = [None], None, False
-        try:
-            answers = [self.device.run(commands[0])]
-        except BaseException as own:
-            error = own
-        for rank in range(1, self.link.size):
-            try:
-                answers.append(self._answer(rank))
-            except Exception as other:
-                error = error or other
-            except BaseException as interrupt:
-                error, is_asking = error or interrupt, True
-        self._is_asking = is_asking
-        if error is not None:
-            raise error
-        return answers
-
-    def _problem(self) -> str:
-        """Why nothing can be computed any more; "" while all is well.
-
-        An interrupt may have left answers, which would be taken for those to later commands.
-        """
-        if self._is_asking and not self.link.problem:
-            self.link.problem = INTERRUPTED
-        return self.link.problem
-
-    def _answer(self, rank: int) -> Any:
-        reply: Reply = self.link.receive(rank)
-        if reply.kind == FULL:
-            raise CacheFull(reply.value)
-        if reply.kind == FAILED:
-            raise LeapaheadError(f"process {rank} of {self.link.size} failed: {reply.value}")
-        assert reply.kind == DONE
-        return reply.value
-
-    def forget(self) -> None:
-        """See `KeepsPrefixes`."""
-        for rank in range(self.link.size):
-            self.tell(rank, Forget())
-
-    def weights_digest(self) -> str:
-        """See `IdentifiesWeights`."""
-        return str(self.device.identity[-1])
-
-    def close(self) -> None:
-        """See `HoldsResources`. A forked process does not end the other ones, which serve its parent."""
-        if os.getpid() != self._process:
-            return
-        patience = 0.0 if self._problem() else END  # after a problem they cannot be told to stop
-        if patience:
-            for rank in range(1, self.link.size):
-                with suppress(Disconnected):
-                    self.link.send(rank, [Stop()], PATIENCE)
-            self.link.problem = "the target was closed"
-        self._end(patience)
-        self.device.close()
-
 
 def _joined(tree: TokenTree, sampler: Sampler, owned: Sequence[Sequence[int]], found: Sequence[Found]) -> Choices:
     """The choices of a whole tree.
@@ -392,8 +250,3 @@ def _joined(tree: TokenTree, sampler: Sampler, owned: Sequence[Sequence[int]], f
         return Gathered(tree, sampler, chosen, None)
     tokens, scores = (np.concatenate(some)[order] for some in zip(*best, strict=True))
     return Gathered(tree, sampler, chosen, (tokens, scores))
-
-
-def _differences(own: tuple[Any, ...], other: tuple[Any, ...]) -> str:
-    names = ("vocabulary", "context length", "precision", "capabilities", "weights")
-    return ", ".join(name for name, here, there in zip(names, own, other, strict=True) if here != there)

@@ -74,14 +74,40 @@ def eager_because(found: Sequence[torch.device]) -> str:
     return ""
 
 
+def processes_of(model: Any) -> int:
+    """Among how many processes a model's weights are divided (tensor parallelism); 1 for none others."""
+    return getattr(model, "tp_size", None) or 1
+
+
 def refuse_parallel(model: Any) -> None:
     """Refuses a model whose tensors are divided among processes.
 
     Raises:
         Refused: each process would plan its drafts by its own clock, and their forwards would not fit together.
     """
-    if (getattr(model, "tp_size", None) or 1) > 1:
+    if (count := processes_of(model)) > 1:
         raise Refused(
-            f"{type(model).__name__} is divided by tensor parallelism among {model.tp_size} processes, whose drafts "
-            'would differ, since each process measures its own time; load it in one process with device="balanced"'
+            f"{type(model).__name__} is divided by tensor parallelism among {count} processes, whose drafts would "
+            "differ, since each process measures its own time; give its name to "
+            'leapahead.LLM(name, devices="cuda:0,cuda:1", tensor_parallel=True), which starts them itself'
         )
+
+
+def check_parallel(source: str, config: Any, count: int) -> None:
+    """Refuses a model whose weights cannot be divided among so many processes.
+
+    Raises:
+        Refused: Transformers has no plan for it, or its heads cannot be shared evenly.
+    """
+    text = config.get_text_config()
+    if not (getattr(config, "base_model_tp_plan", None) or getattr(text, "base_model_tp_plan", None)):
+        raise Refused(
+            f"Transformers has no plan by which the weights of {source} ({config.model_type}) are divided; leave out "
+            'tensor_parallel, or divide its layers with device="balanced"'
+        )
+    for what, name in (("attention heads", "num_attention_heads"), ("key-value heads", "num_key_value_heads")):
+        if (heads := getattr(text, name, None)) and heads % count:
+            raise Refused(
+                f"{source} has {heads} {what}, which {count} devices cannot share evenly; use a number of devices that "
+                "divides it"
+            )

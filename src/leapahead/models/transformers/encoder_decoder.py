@@ -48,9 +48,12 @@ def new_target(model: Any, *, as_configured: bool = True, **options: Any) -> Tra
         as_configured: see `EncoderDecoderTarget`.
         options: of `TransformersTarget`.
     """
-    if getattr(families.language_model(model).config, "is_encoder_decoder", False):
+    is_divided = options.pop("is_divided", False)
+    if getattr(families.language_model(model, is_divided).config, "is_encoder_decoder", False):
+        if is_divided:
+            raise Refused("the weights of an encoder-decoder model cannot be divided; leave out tensor_parallel")
         return EncoderDecoderTarget(model, as_configured=as_configured, **options)
-    return TransformersTarget(model, **options)
+    return TransformersTarget(model, is_divided=is_divided, **options)
 
 
 def refuse_other_inputs(model: Any, name: str = "") -> None:
@@ -141,7 +144,7 @@ class EncoderDecoderTarget(TransformersTarget):
         if self.model.embeds is not None:
             self.max_nodes = self.context_length  # positions that are corrected are counted from 0
 
-    def _language_model(self, model: Any) -> Any:
+    def _language_model(self, model: Any, is_divided: bool) -> Any:
         if (embeddings := getattr(model.get_decoder(), "get_input_embeddings", None)) is None:
             raise Refused(
                 f"the decoder of a {type(model).__name__} is not made like those of T5 and BART; use another model"

@@ -46,10 +46,14 @@ RECURRENT_LAYERS = {
 }
 
 
-def language_model(model: Any) -> PreTrainedModel:
+def language_model(model: Any, is_divided: bool = False) -> PreTrainedModel:
     """The Transformers model that an object is, or, with PEFT adapters, wraps.
 
     Adapters such as LoRA are part of the wrapped model's layers; the wrapper only passes arguments on.
+
+    Args:
+        model: the object.
+        is_divided: whether its weights may be divided among processes, see `TransformersTarget`.
 
     Raises:
         BadParameter: it is no model of Transformers.
@@ -76,7 +80,8 @@ def language_model(model: Any) -> PreTrainedModel:
                 f"the PEFT adapter {name!r} of this model ({kind}) is applied by PEFT's own forward, which leapahead "
                 "does not run; delete it, or use an adapter of the layers such as LoRA"
             )
-    devices.refuse_parallel(model)
+    if not is_divided:
+        devices.refuse_parallel(model)
     if not model.dtype.is_floating_point:
         raise Refused(f"{type(model).__name__} computes in {model.dtype}, which leapahead does not support")
     return model

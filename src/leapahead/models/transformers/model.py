@@ -114,6 +114,7 @@ class TransformersTarget:
         static: whether forwards have few fixed shapes, which are captured as CUDA graphs: "auto" for graphs on a CUDA
             device where nobody else runs the model and it passes the test (`static.gate`), "graphs" for these or an
             error, "compiled" to compile the shapes in use too, also on the CPU, or "off".
+        is_divided: whether the weights may be divided among processes, all of which make the same calls.
 
     Attributes:
         executor: how the model is run.
@@ -139,11 +140,12 @@ class TransformersTarget:
         exact: bool = False,
         static: str | GraphBackend = "auto",
         watched: bool = True,
+        is_divided: bool = False,
     ) -> None:
         require_version(transformers.__version__)
         if cache_tokens is not None and (not is_whole(cache_tokens) or cache_tokens < 2):
             raise BadParameter(f"cache_tokens={cache_tokens!r} is not possible: it must be at least 2, or None")
-        self.model = model = self._language_model(model)
+        self.model = model = self._language_model(model, is_divided)
         self.config = families.text_config(model)
         self.autocast, self._given = autocast(), count()
         self.lock, self._name = RLock(), name or model.config.name_or_path or type(model).__name__
@@ -187,9 +189,9 @@ class TransformersTarget:
         self.eager_choice = self.device.type != "cpu" if eager_choice is None else eager_choice
         self._on_host = self.device.type == "cpu" and not self.eager_choice
 
-    def _language_model(self, model: Any) -> Any:
+    def _language_model(self, model: Any, is_divided: bool) -> Any:
         """What the executors run."""
-        found = families.language_model(model)
+        found = families.language_model(model, is_divided)
         if found.config.is_encoder_decoder:
             raise Refused(
                 f"{type(found).__name__} is an encoder-decoder model; its target is made by "

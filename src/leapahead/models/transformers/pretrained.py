@@ -15,12 +15,13 @@ from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError
+from transformers.distributed import DistributedConfig
 from transformers.utils import cached_file, logging
 
 from leapahead.core.errors import BadParameter, LeapaheadError, Refused, check_folder, first_line, trained_in
 from leapahead.core.forks import Mutex
 from leapahead.core.parameters import flag
-from leapahead.models.transformers import checkpoint, packing
+from leapahead.models.transformers import checkpoint, devices, packing
 from leapahead.models.transformers.devices import checked_device
 from leapahead.models.transformers.encoder_decoder import new_target
 from leapahead.models.transformers.model import TransformersTarget
@@ -50,6 +51,7 @@ def load(
     static: str = "auto",
     pack: bool = True,
     with_tokenizer: bool = True,
+    tensor_parallel: int = 1,
 ) -> tuple[TransformersTarget, Any]:
     """Loads a model and its tokenizer from a folder or the Hugging Face hub.
 
@@ -64,6 +66,8 @@ def load(
         pack: whether linear layers in bfloat16 on a CPU are laid out for faster products, where that is possible, see
             `linears`. An output layer that shares the embedding's weights then has a copy of them.
         with_tokenizer: whether its tokenizer is wanted.
+        tensor_parallel: processes over which the weights are divided, all of which load the model together, see
+            `models.parallel.tensor`; 1 for the whole model in this one.
 
     Returns:
         The target, and the tokenizer or None if there are no files of one.
@@ -78,7 +82,7 @@ def load(
     flag("pack", pack)
     with quiet():
         source, options = _source(name_or_path, "config.json", trust_remote_code)
-        model, on_device = _model(source, wanted, where, options)
+        model, on_device = _model(source, wanted, where, options, tensor_parallel)
         tokenizer = _tokenizer(source, options) if with_tokenizer else None
     if not on_device:
         try:
@@ -86,11 +90,11 @@ def load(
         except torch.OutOfMemoryError as error:
             raise LeapaheadError(f"the model {source!r} does not fit on {where}; use dtype bfloat16") from error
     model.eval()
-    if pack:
+    is_divided = tensor_parallel > 1
+    if pack and not is_divided:
         packing.packed(model)
-    target = new_target(
-        model, name=name or source, cache_tokens=cache_tokens, exclusive=True, exact=exact, static=static
-    )
+    named: dict[str, Any] = {"name": name or source, "cache_tokens": cache_tokens, "is_divided": is_divided}
+    target = new_target(model, exclusive=True, exact=exact, static=static, **named)
     return target, tokenizer
 
 
@@ -284,7 +288,11 @@ def _gguf_in(folder: Path) -> str:
 
 
 def _model(
-    source: str, dtype: str | torch.dtype, device: torch.device | str, options: dict[str, Any]
+    source: str,
+    dtype: str | torch.dtype,
+    device: torch.device | str,
+    options: dict[str, Any],
+    tensor_parallel: int = 1,
 ) -> tuple[Any, bool]:
     """The model, and whether it is on the device already, as quantised and divided ones are."""
     if Path(source).is_dir():
@@ -297,7 +305,10 @@ def _model(
                 "reads text; leapahead decodes those that AutoModelForSeq2SeqLM loads"
             )
         is_quantised = checkpoint.check_quantisation(source, config)
-        placed = {"device_map": device} if is_quantised or isinstance(device, str) else {}
+        placed: dict[str, Any] = {"device_map": device} if is_quantised or isinstance(device, str) else {}
+        if tensor_parallel > 1:
+            devices.check_parallel(source, config, tensor_parallel)
+            placed = {"distributed_config": DistributedConfig(tp_size=tensor_parallel)}
         # Wrong sizes are refused by the report, which names them.
         reported = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, report = _auto_class(config).from_pretrained(

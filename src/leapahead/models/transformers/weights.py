@@ -25,7 +25,8 @@ def digest(model: Any) -> str:
             if parameter.is_meta:  # offloaded weights
                 return ""
             found.update(f"{name} {tuple(parameter.shape)} ".encode())
-            found.update(_some(parameter.detach()).view(torch.int16).numpy(force=True).tobytes())
+            own = getattr(parameter, "_local_tensor", parameter)  # of weights that are divided among processes
+            found.update(_some(own.detach()).view(torch.int16).numpy(force=True).tobytes())
     except (RuntimeError, NotImplementedError, TypeError):  # parameters of a kind that cannot be read piece by piece
         return ""
     return found.hexdigest()[:16]

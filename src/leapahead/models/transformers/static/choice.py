@@ -66,6 +66,8 @@ def upgraded(
     try:
         if not isinstance(executor, (MaskedExecutor, ExactExecutor)):
             raise Refused("it takes no token trees")
+        if (count := devices.processes_of(executor.model)) > 1:
+            raise Refused(f"its weights are divided among {count} processes")
         if isinstance(executor, ExactExecutor) and mode == COMPILED:
             raise Refused("those of exact mode are not compiled")
         if isinstance(mode, str) and not is_cuda and (mode != COMPILED or executor.device.type != "cpu"):
@@ -93,4 +95,6 @@ def _eager_because(executor: Executor) -> str:
     """Why forwards on an accelerator are not captured, where no test of the model is needed to know; else ""."""
     if not isinstance(executor, CachedExecutor) or executor.device.type == "cpu":
         return ""
+    if (count := devices.processes_of(executor.model)) > 1:
+        return f"its weights are divided among {count} processes"
     return devices.eager_because([executor.device])
