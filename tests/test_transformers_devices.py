@@ -155,7 +155,7 @@ def test_a_cache_on_several_devices_is_bounded_by_the_fullest(
 def test_tensor_parallelism_is_refused_by_name() -> None:
     model = BY_NAME["llama"].build()
     model._tp_size = 2
-    with pytest.raises(Refused, match=r'among 2 processes.*tensor_parallel=True'):
+    with pytest.raises(Refused, match=r"among 2 processes.*tensor_parallel=True"):
         LLM(model)
 
 

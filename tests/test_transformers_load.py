@@ -426,6 +426,12 @@ def test_modules_that_cannot_be() -> None:
         loading.load({})
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own imports
+def test_a_model_that_torch_compile_has_wrapped_is_refused_by_name(tiny_model: Any) -> None:
+    with pytest.raises(BadParameter, match=r"a model that torch.compile has wrapped .* give the model itself"):
+        LLM(torch.compile(tiny_model))
+
+
 # -------------------------------------------------------------------------------------------------------------- hub
 
 

@@ -68,6 +68,11 @@ def language_model(model: Any, is_divided: bool = False) -> PreTrainedModel:
                 "prompt, which leapahead does not support; use an adapter of the layers such as LoRA, or merge it"
             )
         model = model.base_model.model
+    if isinstance(getattr(model, "_orig_mod", None), PreTrainedModel):
+        raise BadParameter(
+            "a model that torch.compile has wrapped is compiled anew for every number of tokens; give the model itself "
+            "(model._orig_mod), whose forwards static='compiled' compiles for those in use"
+        )
     if not isinstance(model, PreTrainedModel):
         raise BadParameter(
             f"a {type(model).__name__} is not a Transformers model; give what "
