@@ -196,6 +196,8 @@ def test_models_that_cannot_be_divided(fields: dict[str, Any], message: str) -> 
 def test_what_is_refused(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadParameter, match="tensor_parallel=True needs devices, over which weights are divided"):
         LLM(tensor_parallel=True)
+    with pytest.raises(BadParameter, match="names cuda:0 twice, and tensor_parallel needs one for each part"):
+        LLM(devices="cuda:0,cuda:0", tensor_parallel=True)
     with pytest.raises(BadParameter, match="tensor_parallel='yes' is not possible"):
         LLM(tensor_parallel="yes")
     with pytest.raises(BadParameter, match="tensor_parallel=True can be set for a model of Transformers"):

@@ -78,6 +78,8 @@ def launched(
     names = checked(devices)
     if names == [TORCHRUN]:
         return _joined(load, tensor_parallel)
+    if tensor_parallel and (twice := next((name for name in names if name != "cpu" and names.count(name) > 1), "")):
+        raise BadParameter(f"devices={devices!r} names {twice} twice, and tensor_parallel needs one for each part")
     size = len(names)
     options = {**options, TENSOR_PARALLEL: size} if tensor_parallel else options
     store = _store(size)
