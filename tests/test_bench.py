@@ -28,6 +28,7 @@ from leapahead.cli.bench import configurations
 from leapahead.core.parameters import listed
 from leapahead.core.tree import Budget, TokenTree
 from leapahead.drafters.base import SequenceDrafter
+from leapahead.drafters.draft_models import DraftModel
 from leapahead.drafters.plain import Plain
 from leapahead.models import loading
 from leapahead.models.loading import Loaded
@@ -907,6 +908,30 @@ def test_what_a_target_cannot_do_is_left_out_by_name(tmp_path: Path) -> None:
     assert dones == sorted(dones)
     assert dones[-1] == progress[-1][1]
     report.write(kept.as_dict(), tmp_path)
+
+
+def test_a_drafter_whose_options_do_not_fit_a_model_is_left_out_there_by_name(tmp_path: Path) -> None:
+    """The others are measured: a window that is too large for a draft model is found when that is loaded."""
+    draft = DraftModel.of(Loaded(ToyTarget(context_length=64), None, ()))
+    plan = Plan(
+        tasks=[tasks.Task("chat", ["a", "b"])],
+        configurations=[
+            Configuration("draft_model", {"draft": draft, "draft_window": 500}),
+            Configuration("prompt_lookup"),
+        ],
+        temperatures=[0.0],
+        rounds=1,
+        max_new_tokens=8,
+    )
+    kept, said = record.Record.open(tmp_path, {}, resume=False), list[str]()
+    runner.run(plan, kept, say=said.append, load=lambda model, plan: Loaded(ToyTarget(), Words(), ()))
+    assert [row["drafter"] for row in kept.rows] == ["plain", "prompt_lookup"]
+    assert len(said) == 1
+    assert "is left out: draft_window=500 is too large for" in said[0]
+
+    draft.target.info = replace(draft.target.info, context_length=65)  # another reason does not end what goes on
+    runner.run(replace(plan, batches=(2,)), kept, load=lambda model, plan: Loaded(ToyTarget(), Words(), ()))
+    assert [row["batch"] for row in kept.rows] == [1, 1, 2, 2]
 
 
 def test_a_task_with_fewer_prompts_than_a_batch_is_left_out_there_by_name(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from leapahead.bench.peers import Entry, Peer
 from leapahead.bench.plan import Model, Plan
 from leapahead.bench.record import Record
 from leapahead.bench.tasks import Task, encoded, has_template, predicted
-from leapahead.core.errors import LeapaheadError, Refused
+from leapahead.core.errors import LeapaheadError
 from leapahead.drafters import registry
 from leapahead.models import loading
 from leapahead.models.base import IdentifiesWeights
@@ -188,6 +188,8 @@ def _form(
 
     entry = Entry(loaded, model.path, plan.threads_of(model))
     contenders, refused = _entered(plan, entry, peers, tell, ending)
+    before = record.conditions.get("targets", {}).get(label, {}).get("refused", {})
+    refused = {name: before.get(name, why) for name, why in refused.items()}  # it may name the free memory
     given = plan.given(model)
     options = {"options": given} if given else {}
     record.describe("targets", label, {**_describe(loaded), **options, "refused": refused})
@@ -204,7 +206,7 @@ def _form(
 def _entered(
     plan: Plan, entry: Entry, peers: Sequence[Peer], say: Say, ending: ExitStack
 ) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders for a loaded model, plain decoding first; and the reasons of those that are refused."""
+    """The contenders for a loaded model, plain decoding first; and the reasons of those that are not possible."""
     loaded, latency = entry.loaded, LatencyProfiles(entry.loaded.target.info)
     makers: dict[str, Callable[[], Contender]] = {}
     for each in (Configuration(PLAIN), *plan.configurations):
@@ -216,7 +218,7 @@ def _entered(
     for name, make in makers.items():
         try:
             contenders.append(make())
-        except Refused as error:
+        except LeapaheadError as error:  # also of a draft model that is not the target's, or does not fit beside it
             refused[name] = str(error)
             say(f"{name} is left out: {error}")
         else:
