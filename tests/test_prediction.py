@@ -303,6 +303,13 @@ def test_a_drafter_that_makes_no_use_of_it_is_refused(target: ToyTarget, drafter
     assert llm.generate(PROMPT, prediction=None, drafter=drafter, max_new_tokens=3).tokens
 
 
+def test_a_prediction_that_is_none_of_the_sources_of_auto_is_refused(target: ToyTarget) -> None:
+    llm = LLM(target, drafter="auto", sources="suffix")
+    with pytest.raises(BadParameter, match="'auto' makes no use of a prediction; name prediction among its sources"):
+        llm.generate(PROMPT, prediction=[1, 2])
+    assert LLM(target, drafter="auto", sources="prediction").generate(PROMPT, prediction=[1, 2])
+
+
 # --------------------------------------------------------------------------------------------------- command line
 
 

@@ -91,7 +91,9 @@ def check_prediction(given: Any, drafter: Drafter | type[Drafter] | type[Sequenc
         BadParameter: there is one, and it makes none.
     """
     if given is not None and not drafter.takes_prediction:
-        raise BadParameter(f"drafter {drafter.name!r} makes no use of a prediction; use auto or prediction")
+        sourced = isinstance(drafter, Drafter) and type(drafter).takes_prediction
+        remedy = "name prediction among its sources" if sourced else "use auto or prediction"
+        raise BadParameter(f"drafter {drafter.name!r} makes no use of a prediction; {remedy}")
 
 
 def encoded_predictions(given: Any, tokenizer: Tokenizer) -> Any:

@@ -84,6 +84,7 @@ class Auto(Planned):
         if twice := [name for name in self._names if self._names.count(name) > 1]:
             raise BadParameter(f"sources={sources!r} is not possible: it names {twice[0]!r} twice")
         self._named = bool(sources)
+        self.takes_prediction = "prediction" in self._names  # type: ignore[misc]
         self._table: TokenTable | None = None
         self._store = Store(datastore, "datastore") if not is_left_out(datastore) else None
         self._drafts = [] if is_left_out(draft) else draft_models.parsed(draft)
