@@ -209,6 +209,17 @@ def test_a_drafter_that_is_slow_is_measured_slow() -> None:
     assert (rows[1]["acceptance_length"], rows[1]["nodes_per_step"], rows[1]["mismatches"]) == (1.0, 1.0, 0)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "batch", "sizes"),
+    [(3, 1, [1, 1, 1]), (2, 3, [2]), (8, 2, [8]), (9, 2, [9]), (10, 2, [8, 2]), (17, 2, [8, 9]), (33, 8, [33])],
+)
+def test_every_group_fills_a_batch(prompts: int, batch: int, sizes: list[int]) -> None:
+    """One text that is decoded alone is no figure of a batch of eight."""
+    groups = cell.groups_of(range(prompts), batch)
+    assert [len(group) for group in groups] == sizes
+    assert [index for group in groups for index in group] == list(range(prompts))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -3,8 +3,8 @@
     warm-up        every contender once on the first group of prompts; its times are not kept
     round 1 ..     for each group: every contender once, in a random order for this group and round
 
-A group is one prompt, or of a batch size of n, 4 n prompts: a text that ends is followed by the next one, as where
-requests wait. The texts of a batch differ in length, see `Setting.limit`.
+A group is one prompt, or of a batch size of n, 4 n prompts or more: a text that ends is followed by the next one, as
+where requests wait. The texts of a batch differ in length, see `Setting.limit`.
 
 The speed of a machine drifts, so a ratio is formed within a round: tokens per second of the contender over all prompts,
 divided by those of plain decoding. The speed-up is the median over the rounds. Its interval is a percentile bootstrap
@@ -209,9 +209,10 @@ def passes(prompts: int, batch: int, rounds: int) -> int:
 
 
 def groups_of(prompts: Sequence[Any], batch: int) -> list[range]:
-    """Indices of the prompts of each group."""
-    size = 1 if batch == 1 else BATCHES * batch
-    return [range(start, min(start + size, len(prompts))) for start in range(0, len(prompts), size)]
+    """Indices of the prompts of each group. A rest of less than a batch is decoded with the group before it."""
+    size, count = 1 if batch == 1 else BATCHES * batch, len(prompts)
+    starts = list(range(0, max(1, count - batch + 1), size))
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], count], strict=True)]
 
 
 def tie_on(target: Target) -> Judge:
