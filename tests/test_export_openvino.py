@@ -452,6 +452,18 @@ def test_a_damaged_conversion_is_made_anew(
     assert [each.source for each in store.all_kept()] == [str(weights.parent)]
 
 
+def test_a_tokenizer_that_is_given_is_taken_in_place_of_a_broken_one(
+    tiny_folder: Path, tmp_path: Path, converted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEAPAHEAD_CACHE", str(tmp_path / "cache"))
+    source = Path(shutil.copytree(tiny_folder, tmp_path / "source"))
+    (source / "tokenizer.json").write_text("{")
+    with pytest.raises(BadParameter, match="tokenizer"):
+        LLM(str(source), engine="openvino", weights="f32")
+    found = LLM(str(source), engine="openvino", weights="f32", tokenizer=str(tiny_folder))
+    assert found.generate("A", max_new_tokens=2).tokens
+
+
 def test_an_export_depends_on_the_adapter_beside_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its configuration alone, such as `lora_alpha`, changes the model."""
     names = {"config.json", "model.safetensors", "adapter_config.json", "adapter_model.safetensors"}

@@ -358,7 +358,7 @@ def _openvino(
         raise BadParameter(f"device={device!r} is not possible with OpenVINO, which computes on the CPU here")
     weights = options.pop(WEIGHTS, None)
     settings = OpenVinoOptions(cache_tokens=cache_tokens, **options)
-    path = folder.converted(model if model is not None else bundled(), weights, trust_remote_code)
+    path = folder.converted(model if model is not None else bundled(), weights, trust_remote_code, wants_tokenizer)
     target = folder.load(path, settings, exact=exact, name=str(BUNDLED if model is None else model))
     found = (
         folder.tokenizer(path, partial(load_tokenizer, trust_remote_code=trust_remote_code))

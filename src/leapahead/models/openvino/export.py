@@ -110,12 +110,14 @@ def cached_export(
     *,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
+    with_tokenizer: bool = True,
 ) -> Path:
     """A model of Transformers as a folder for OpenVINO in the cache folder, written there the first time.
 
     Args:
         model: a folder with config.json and safetensors, or a name on the Hugging Face hub.
         weights, progress, trust_remote_code: see `export`.
+        with_tokenizer: whether its tokenizer is wanted; without, its files are copied and not read.
 
     Raises:
         LeapaheadError: see `export`.
@@ -128,7 +130,7 @@ def cached_export(
     source = pretrained.folder_of(Path(model) if isinstance(model, os.PathLike) else model, trust_remote_code)
 
     def make(made: Path) -> None:
-        _write(source, made, weights, report, trust_remote_code)
+        _write(source, made, weights, report, trust_remote_code, with_tokenizer)
 
     files = _matching(source, *FILES, "adapter_config.json", "*.safetensors", "*.bin")
     return store.kept(source, files, weights, make)
@@ -170,6 +172,7 @@ def _write(
     weights: str,
     report: Progress,
     trust_remote_code: bool,
+    with_tokenizer: bool = True,
 ) -> tuple[int, str]:
     """Writes all files into `folder`; returns the size of the weights, and why there is no tokenizer."""
     from leapahead.models.openvino import graph as conversion
@@ -180,7 +183,8 @@ def _write(
 
     stage("loading")
     name = os.fspath(model)
-    module, tokenizer, source = pretrained.load_files(name, DTYPES.get(weights, "auto"), trust_remote_code)
+    dtype = DTYPES.get(weights, "auto")
+    module, tokenizer, source = pretrained.load_files(name, dtype, trust_remote_code, with_tokenizer)
     if getattr(module.config, "quantization_config", None) is not None:
         raise Refused(f"{name} is quantised already, and only unquantised weights are exported: name such a model")
     stage("converting")

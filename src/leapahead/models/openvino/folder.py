@@ -58,11 +58,12 @@ class Description:
     end_token_ids: tuple[int, ...]
 
 
-def converted(model: str | Path, weights: str | None, trust_remote_code: bool) -> Path:
+def converted(model: str | Path, weights: str | None, trust_remote_code: bool, with_tokenizer: bool = True) -> Path:
     """The folder of a model; one of Transformers, or a GGUF file, is converted once and kept in the cache directory.
 
     Args:
         weights: the type that a folder of Transformers is exported with; bf16 by default.
+        with_tokenizer: see `export.cached_export`.
 
     Raises:
         LeapaheadError: it cannot be converted, or it is exported already and `weights` is given.
@@ -78,7 +79,9 @@ def converted(model: str | Path, weights: str | None, trust_remote_code: bool) -
         if weights is not None:
             raise BadParameter(f"weights={weights!r} is not possible for a GGUF file, whose weights keep their types")
         return gguf.from_gguf(model)
-    return export.cached_export(model, weights or export.USUAL, trust_remote_code=trust_remote_code)
+    return export.cached_export(
+        model, weights or export.USUAL, trust_remote_code=trust_remote_code, with_tokenizer=with_tokenizer
+    )
 
 
 def tokenizer(folder: Path, of_transformers: Callable[[str], Tokenizer]) -> Tokenizer | None:

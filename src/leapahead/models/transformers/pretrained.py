@@ -98,11 +98,13 @@ def load(
     return target, tokenizer
 
 
-def load_files(name_or_path: str | Path, dtype: str, trust_remote_code: bool) -> tuple[Any, Any, Path]:
+def load_files(
+    name_or_path: str | Path, dtype: str, trust_remote_code: bool, with_tokenizer: bool = True
+) -> tuple[Any, Any, Path]:
     """Loads a model on the CPU, of which no target is made.
 
     Args:
-        name_or_path, dtype, trust_remote_code: see `load`.
+        name_or_path, dtype, trust_remote_code, with_tokenizer: see `load`.
 
     Returns:
         The model, its tokenizer or None, and the folder with the files of both.
@@ -114,7 +116,7 @@ def load_files(name_or_path: str | Path, dtype: str, trust_remote_code: bool) ->
     with quiet():
         source, options = _source(name_or_path, "config.json", trust_remote_code)
         model, _ = _model(source, wanted, torch.device("cpu"), options)
-        tokenizer = _tokenizer(source, options)
+        tokenizer = _tokenizer(source, options) if with_tokenizer else None
         return model.eval(), tokenizer, Path(str(cached_file(source, "config.json"))).parent
 
 
