@@ -42,7 +42,7 @@ from leapahead.models.base import (
     require,
 )
 from leapahead.models.prompt_entries import PromptEntries
-from leapahead.models.transformers import families, memory, recurrent, require_version, selftest
+from leapahead.models.transformers import families, forward, memory, recurrent, require_version, selftest
 from leapahead.models.transformers import model as backend
 from leapahead.models.transformers.arguments import cache_name
 from leapahead.models.transformers.forward import CachedExecutor, ChainExecutor, MaskedExecutor
@@ -1256,15 +1256,19 @@ def test_the_models_own_values_are_computed_once(monkeypatch: pytest.MonkeyPatch
     assert len(calls) == 1
 
 
-def test_hidden_states_that_fail_for_longer_texts_leave_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", [selftest, forward], ids=["the model's own", "the executor's"])
+@pytest.mark.parametrize("kind", [ValueError, torch.OutOfMemoryError])
+def test_hidden_states_that_fail_for_longer_texts_leave_the_logits(
+    module: Any, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = selftest.side_by_side
 
     def short(states: Any, layers: Any) -> torch.Tensor:
         if states[0].shape[1] > 1:
-            raise ValueError("states of one token only")
+            raise kind("states of one token only")
         return right(states, layers)
 
-    monkeypatch.setattr(selftest, "side_by_side", short)
+    monkeypatch.setattr(module, "side_by_side", short)
     target = TransformersTarget(BY_NAME["llama"].build())
     assert TREE in target.info.capabilities
     assert HIDDEN not in target.info.capabilities
