@@ -586,6 +586,17 @@ def test_eos_by_anyones_word(tiny_folder: Path, tokenizer: Any) -> None:
     assert set(loading.eos_token_ids(loaded.target, None)) == {3, 5, 7}
 
 
+def test_tokens_that_a_generation_config_suppresses_are_not_written(tiny_folder: Path) -> None:
+    model: Any = loading.load(str(tiny_folder)).target.model  # type: ignore[attr-defined]
+    prompt: list[int] = [5, 6, 7]
+    free = LLM(model).generate(prompt, max_new_tokens=8, ignore_eos=True).tokens
+    model.generation_config.suppress_tokens = [free[0], free[3], 10_000]
+    suppressing = LLM(model)
+    found = suppressing.generate(prompt, max_new_tokens=8, ignore_eos=True).tokens
+    assert not set(free[:4:3]) & set(found)
+    assert suppressing.generate(prompt, max_new_tokens=8, ignore_eos=True, drafter="plain").tokens == found
+
+
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_tokenizer_by_name(tiny_folder: Path, tmp_path: Path, kind: type[str | Path]) -> None:
     assert LLM(ToyTarget(), tokenizer=kind(tiny_folder)).tokenizer is not None

@@ -801,6 +801,21 @@ def test_streams_join_to_the_text() -> None:
     assert "".join(piece.text for piece in pieces) == pieces[-1].result.text != ""
 
 
+def test_tokens_that_a_file_suppresses_are_not_written(tmp_path: Path) -> None:
+    """As llama.cpp's own programs do; with drafts that say otherwise, too."""
+    free = LLM(gguf_models.llama(), n_ctx=512).generate(list(PROMPT), max_new_tokens=12, ignore_eos=True).tokens
+    values = {"tokenizer.ggml.suppress_tokens": [free[0], free[3]]}
+    path = gguf_models.rewritten(gguf_models.llama(), tmp_path / "model.gguf", values)
+    llm = LLM(path, n_ctx=512)
+    assert llm.target.info.suppressed == (free[0], free[3])
+    found = {
+        name: llm.generate(list(PROMPT), max_new_tokens=12, ignore_eos=True, drafter=name).tokens
+        for name in ("plain", "auto", "prompt_lookup")
+    }
+    assert not set(free[:4:3]) & set(found["plain"])
+    assert found["plain"] == found["auto"] == found["prompt_lookup"]
+
+
 def test_long_stretches_without_a_break_are_tokenized(tmp_path: Path) -> None:
     """llama.cpp ended the process, whose stack had no more room for the recursion of its patterns."""
     program = """

@@ -49,7 +49,7 @@ class Request:
         owner: requests of different owners never share the cache entries of a prompt.
         begin: what the decoder of an encoder-decoder model begins with, or entries of a prompt that was read elsewhere,
             which no other request shares; usually the default.
-        as_configured: whether what an encoder-decoder model says of its texts (`TargetInfo.decoder`) is applied.
+        as_configured: whether what a model says of its texts (`TargetInfo.decoder`, `suppressed`) is applied.
         acceptance: a relaxed rule, which makes the text lossy; None for exact matching, or for the drafter's own rule.
         on_choices: called in every step before the commit, with what went through the target and what it chose.
         on_step: called in every step after the commit.
@@ -101,10 +101,12 @@ class Request:
         require(self.drafter.host.info, frozenset({LOGITS}), what, remedy)
 
     def sampled(self, params: SamplingParams, info: TargetInfo) -> Request:
-        """The request with these parameters, and what an encoder-decoder model says of its texts."""
+        """The request with these parameters, and what the model says of its texts."""
         if info.decoder is not None and self.as_configured and isinstance(self.begin, DecoderInput):
             given = len(self.begin.text or info.decoder.start)
             params = info.decoder.applied(params, given, self.stop.max_new_tokens)
+        if info.suppressed and self.as_configured:
+            params = replace(params, bad_words=(*params.bad_words, *((token,) for token in info.suppressed)))
         return replace(self, sampling=params)
 
     @property

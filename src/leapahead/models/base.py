@@ -112,6 +112,7 @@ class TargetInfo:
         tuned_from: the model from which `leapahead train-cllm` or `train-probes` tuned this one; "" for none.
         mask_token: the token behind which it predicts further tokens when it drafts (PARD); -1 for none.
         decoder: how the decoder of an encoder-decoder model writes; None for all other models.
+        suppressed: tokens that no text may have, by the model's configuration or the metadata of its file.
         devices: how many devices the branches of a tree are divided over.
         no_drafts: why it takes no drafts at all, where that is not its recurrent state; "" elsewhere.
         no_trees: what it was loaded with that rules out branches, as messages name it; "" for nothing.
@@ -137,6 +138,7 @@ class TargetInfo:
     tuned_from: str = ""
     mask_token: int = -1
     decoder: Decoder | None = None
+    suppressed: tuple[int, ...] = ()
     devices: int = 1
     no_drafts: str = ""
     no_trees: str = ""
@@ -388,11 +390,7 @@ ONE_PATH = " (its recurrent layers read the tokens of one path)"
 
 
 def read_prompt(target: Target, session: Session, chunk: int = 512) -> list[PromptRows]:
-    """Reads the whole prompt of a session, for callers that decode nothing meanwhile.
-
-    Returns:
-        The captured rows of every chunk that has some. Rows in borrowed memory expire with the next chunk.
-    """
+    """Reads a whole prompt; returns the captured rows, of which those in borrowed memory expire with the next chunk."""
     found = []
     while session.unread:
         if (rows := target.prefill(session, chunk)) is not None:

@@ -48,8 +48,8 @@ class Model:
     Attributes:
         precision: relative step of the numbers that go into its products. Whatever the bits of quantised weights, they
             are multiplied with activations of 8 bits.
-        layers: number of layers.
-        hidden_size: width of a hidden state.
+        layers, hidden_size: number of layers, and width of a hidden state.
+        suppressed: tokens that no text may have.
         learned_positions: it has an embedding for each of its first `n_ctx_train` positions and none for others.
         stateful: it has a recurrent state, which cannot discard tokens.
         alone: llama.cpp computes one sequence of it at a time.
@@ -84,6 +84,9 @@ class Model:
             )
         self.vocab = c.llama_model_get_vocab(self.pointer)
         self.vocab_size: int = c.llama_vocab_n_tokens(self.vocab)
+        count = ctypes.c_int32()
+        suppressed = c.llama_vocab_get_suppress_tokens(self.vocab, count)
+        self.suppressed = tuple(token for token in suppressed[: count.value] if 0 <= token < self.vocab_size)
         self.n_ctx_train: int = c.llama_model_n_ctx_train(self.pointer)
         self.layers: int = c.llama_model_n_layer(self.pointer)
         self.hidden_size: int = c.llama_model_n_embd_out(self.pointer)

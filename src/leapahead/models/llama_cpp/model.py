@@ -71,6 +71,7 @@ class LlamaCppTarget:
             hidden_size=model.hidden_size,
             cache_tokens=self.context.n_ctx if model.cells else 0,
             no_drafts=selftest.no_room(self),
+            suppressed=model.suppressed,
             length_option="n_ctx" if self.context.may_grow else "",
             no_trees="n_seq_max=1" if self.context.n_seq_max == 1 and not model.stateful else "",
         )

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.parameters import is_whole
 from leapahead.core.tree import UNLIMITED, IntArray
 from leapahead.models.transformers import compacted, devices, grouped, linears, ordered, packed
 
@@ -147,6 +148,13 @@ def mask_token(config: Any) -> int:
     """The mask token of a draft model that predicts several tokens in one forward (PARD, 2504.18583); -1 for others."""
     found = getattr(config, "pard_token", None)
     return found if isinstance(found, int) and found >= 0 else -1
+
+
+def suppressed(model: Any, vocab_size: int) -> tuple[int, ...]:
+    """The tokens that no text may have, by `suppress_tokens` of the generation config."""
+    found = getattr(getattr(model, "generation_config", None), "suppress_tokens", None)
+    listed = found if isinstance(found, list) else []
+    return tuple(token for token in listed if is_whole(token) and 0 <= token < vocab_size)
 
 
 def patterns(config: Any, recurrent: bool = False) -> dict[str, Pattern] | None:

@@ -177,6 +177,7 @@ class TransformersTarget:
             exact=exact,
             tuned_from=families.tuned_from(model.config),
             mask_token=families.mask_token(model.config),
+            suppressed=families.suppressed(model, vocab_size),
         )
         self.max_nodes = self.executor.step_rows if isinstance(self.executor, ExactExecutor) else UNLIMITED
         self.max_leaves = 1 if isinstance(self.executor, ReplayExecutor) and not self.executor.masked else UNLIMITED
