@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import json
 import socket
 import time
@@ -270,6 +271,22 @@ def test_a_byte_order_mark_is_no_part_of_a_body(running: Running) -> None:
     body = codecs.BOM_UTF8 + b'{"prompt": "a", "max_tokens": 2}'
     found = running.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
     assert found.status_code == 200, found.text
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
+def test_a_body_in_another_encoding_is_told_so(running: Running, encoding: str) -> None:
+    """PowerShell writes files in UTF-16."""
+    body = '{"prompt": "a"}'.encode(encoding)
+    found = running.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    check(found, 400, None, f"is encoded in {encoding.upper()}; send it in UTF-8")
+
+
+def test_a_compressed_body_is_told_so(running: Running) -> None:
+    body, headers = gzip.compress(b'{"prompt": "a"}'), {"Content-Type": "application/json"}
+    found = running.post(COMPLETIONS, content=body, headers={**headers, "Content-Encoding": "gzip"})
+    check(found, 415, None, "the content encoding 'gzip' is not possible; send the body uncompressed")
+    found = running.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, headers={"Content-Encoding": "identity"})
+    assert found.status_code == 200
 
 
 def test_methods_paths_models_and_types(running: Running) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import codecs
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from json import detect_encoding
 from threading import Lock
 from typing import Any
 
@@ -90,10 +91,15 @@ class JsonRequest(Request):
             raise ApiError(GONE, "the client has closed the connection") from None
 
     async def json(self) -> Any:
+        body = await self.body()
         try:
-            return from_json((await self.body()).removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
+            return from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
         except ValueError as error:
-            raise ApiError(400, f"the body of the request is not valid JSON: {error}", code="invalid_json") from None
+            encoding = detect_encoding(body)
+            message = f"the body of the request is not valid JSON: {error}"
+            if not encoding.startswith("utf-8"):
+                message = f"the body of the request is encoded in {encoding.upper()}; send it in UTF-8"
+            raise ApiError(400, message, code="invalid_json") from None
 
 
 class JsonRoute(APIRoute):
@@ -108,6 +114,14 @@ class JsonRoute(APIRoute):
                 raise ApiError(
                     415,
                     f"the content type {kind[:60]!r} is not possible; send JSON with 'Content-Type: application/json'",
+                    code="unsupported_media_type",
+                )
+            coding = request.headers.get("content-encoding", "").strip().lower()
+            if coding not in ("", "identity"):
+                raise ApiError(
+                    415,
+                    f"the content encoding {coding[:60]!r} is not possible; send the body uncompressed, without "
+                    "'Content-Encoding'",
                     code="unsupported_media_type",
                 )
             return await handle(JsonRequest(request.scope, request.receive))
