@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import mostly_slow
 
-from leapahead import LLM, BadParameter, LeapaheadError, Refused, SamplingParams, ties
+from leapahead import LLM, BadParameter, ContextOverflow, LeapaheadError, Refused, SamplingParams, ties
 from leapahead import drafters as registry
 from leapahead.bench import prompts
 from leapahead.bench.compare import compare
@@ -144,6 +144,13 @@ def test_an_interrupted_check_keeps_the_finished_drafters() -> None:
 def test_no_prompts() -> None:
     with pytest.raises(BadParameter, match="no prompts"):
         check(ToyTarget(), None, [])
+
+
+def test_a_prompt_that_is_not_possible_is_named_by_its_number() -> None:
+    with pytest.raises(ContextOverflow, match=r"^prompt 1, numbered from 0: the prompt has 30 tokens and the context"):
+        checked(ToyTarget(context_length=20), prompts=[[1], [1] * 30])
+    with pytest.raises(BadParameter, match=r"^prompt 2, numbered from 0: the prompt is empty"):
+        checked(ToyTarget(), prompts=[[1], [2], []])
 
 
 # ------------------------------------------------------------------------------------------------ broken targets

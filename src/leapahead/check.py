@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from leapahead.core.errors import BadParameter, Refused
+from leapahead.core.errors import BadParameter, ContextOverflow, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
@@ -177,6 +177,7 @@ def check(
             ends of texts; those that are missing are added.
 
     Raises:
+        ContextOverflow: a prompt that leaves no room in the target's context.
         BadParameter: no prompts, an unknown drafter, an option that none of them has, or a datastore that was built
             with another tokenizer.
         Refused: a drafter that was named and that the target cannot serve.
@@ -185,7 +186,7 @@ def check(
         raise BadParameter("there are no prompts to check; give at least one")
     if batch < 1:
         raise BadParameter(f"batch={batch} is not possible: it must be at least 1")
-    jobs = [_Job(index, tuple(encode(prompt, tokenizer, target.info))) for index, prompt in enumerate(prompts)]
+    jobs = _jobs(prompts, tokenizer, target.info)
     engine = Engine(target, tokenizer=tokenizer, max_batch=batch)
     rows = _rows(engine, drafters, options or {}, sampling)
     stop = StopParams(max_new_tokens=max_new_tokens, eos_token_ids=tuple(eos_token_ids))
@@ -241,6 +242,21 @@ class _Job:
         if info.decoder is None:
             return [*self.tokens, *self.text], AT_START
         return list(self.tokens), DecoderInput((*info.decoder.start, *self.text))
+
+
+def _jobs(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, info: TargetInfo) -> list[_Job]:
+    """The prompts as token ids.
+
+    Raises:
+        BadParameter, ContextOverflow: one is no prompt, or does not fit the context; the message has its index.
+    """
+    found = []
+    for index, prompt in enumerate(prompts):
+        try:
+            found.append(_Job(index, tuple(encode(prompt, tokenizer, info))))
+        except (BadParameter, ContextOverflow) as error:
+            raise type(error)(f"prompt {index}, numbered from 0: {error}") from error
+    return found
 
 
 References = dict[_Job, list[int]]  # what is decoded -> plain decoding's text
