@@ -788,6 +788,14 @@ def test_a_cache_directory_that_is_no_absolute_path_is_ignored(given: str | None
     assert cache_directory() == Path("/var/cache/leapahead")
 
 
+def test_a_relative_cache_directory_stays_where_it_is(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("LEAPAHEAD_CACHE", f"cache of {tmp_path.name}")
+    monkeypatch.chdir(tmp_path)
+    found = cache_directory()
+    monkeypatch.chdir("/")
+    assert cache_directory() == found == tmp_path / f"cache of {tmp_path.name}"
+
+
 def test_a_cache_directory_of_an_unknown_user_is_told(monkeypatch: Any) -> None:
     monkeypatch.setenv("LEAPAHEAD_CACHE", "~nobody-of-that-name/x")
     with pytest.warns(UserWarning, match="LEAPAHEAD_CACHE=~nobody-of-that-name/x is not possible"):

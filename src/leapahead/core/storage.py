@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ def write_json(path: Path, content: dict[str, Any]) -> bool:
     return True
 
 
+@cache
+def _absolute(folder: Path) -> Path:
+    """A relative folder is one of the working directory at its first use; programs may change that directory later."""
+    return folder.absolute()
+
+
 def cache_directory() -> Path:
     """The directory for what this package stores for later processes; it need not exist."""
     common = os.environ.get("XDG_CACHE_HOME", "")
@@ -73,7 +80,7 @@ def cache_directory() -> Path:
         common = "~/.cache"
     folder = os.environ.get("LEAPAHEAD_CACHE") or Path(common) / "leapahead"
     try:
-        return Path(folder).expanduser()
+        return _absolute(Path(folder).expanduser())
     except RuntimeError:  # there is no such user, or no home directory
         usual = Path(tempfile.gettempdir()) / "leapahead"
         if os.environ.get("LEAPAHEAD_CACHE"):
