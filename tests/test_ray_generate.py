@@ -279,6 +279,11 @@ def test_bad_arguments_are_refused_at_once(options: dict[str, Any], message: str
         made(**options)
 
 
+def test_bad_options_are_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(BadParameter, match=r"top_p=2\.0 is not possible"):
+        Generate(str(tmp_path / "no model"), top_p=2.0)
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

@@ -30,7 +30,7 @@ from leapahead.core.parameters import whole
 from leapahead.drafters.cache import DrafterCache
 from leapahead.engine.request import Handle
 from leapahead.engine.waiting import check
-from leapahead.inputs import Options
+from leapahead.inputs import Options, check_values
 from leapahead.integrations.ray_rows import OUTPUTS, Columns, Row, as_lists, row_seed, rows
 from leapahead.option_names import check_names
 from leapahead.results import Result
@@ -104,6 +104,7 @@ class Generate:
                 raise BadParameter(f"{name}={given!r} is not possible: it must be a dictionary of names and values")
         self._seed, self._raises = whole("seed", seed), errors == "raise"
         self._columns, self._options = Columns(columns or {}), cast(Options, options)
+        check_values(self._options)
         every = whole("exchange_every", exchange_every, least=1)
         self.llm = LLM(model, **dict(llm or {}))
         ((request, _),) = self.llm.requests([[0]], self._options)  # what is wrong with all rows is refused at once
