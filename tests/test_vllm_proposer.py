@@ -358,6 +358,31 @@ def test_what_was_learned_is_saved_while_no_request_comes(install: Install, tmp_
     proposer._end()
 
 
+def test_a_drafter_cache_is_not_saved_again_while_no_request_comes(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    runner = Runner(proposer := Proposer(config(options={"drafter_cache": str(tmp_path / "texts.cache")})))
+    saves: list[bool] = []
+    results = iter([False, True])  # the first one fails, and is tried again
+
+    def save() -> bool:
+        saves.append(next(results))
+        return saves[-1]
+
+    def turns(count: int) -> None:
+        ends = iter([*[False] * count, True])
+        monkeypatch.setattr(proposer, "_ended", Some(wait=lambda seconds: next(ends)))
+        proposer._save_regularly()
+
+    monkeypatch.setattr(proposer, "_save", save)
+    turns(2)
+    assert not saves
+    runner.serve(Job("x", [3, 1, 4, 1, 5], 30))
+    turns(4)
+    assert saves == [False, True]
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_engine_saves_the_texts_of_its_last_step_when_it_ends(install: Install, tmp_path: Path) -> None:

@@ -255,15 +255,21 @@ class Proposer:
 
     def _save_regularly(self) -> None:
         """Writes what was learned every `save_seconds`; also while there is no step, since vLLM may kill its engine."""
+        saved = 0  # calls of the adapter up to the last save
         while not self._ended.wait(min(self.options.save_seconds, TIMEOUT_MAX)):
-            self._save()
+            assert self._adapter is not None
+            if (calls := self._adapter.figures.calls) != saved and self._save():
+                saved = calls
 
-    def _save(self) -> None:
+    def _save(self) -> bool:
+        """Writes the drafter cache; returns whether that was possible."""
         assert self._cache is not None
         try:
             self._cache.save()
         except LeapaheadError as error:
             log.warning("leapahead: %s", error)
+            return False
+        return True
 
 
 def checked_version() -> str:
