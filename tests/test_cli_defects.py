@@ -514,7 +514,7 @@ def test_check_shows_the_drafters_that_are_finished(leapahead: Any, monkeypatch:
     assert result.exit_code == 130
     assert "lookahead" in result.stdout
     assert "jacobi" not in result.stdout
-    assert result.stderr == "interrupted; 1 drafters are finished\n"
+    assert result.stderr == "interrupted; finished: 1 drafter\n"
     found = json.loads(leapahead(*args, "--json").stdout)
     assert (found["interrupted"], [row["name"] for row in found["drafters"]]) == (True, ["lookahead"])
 
@@ -568,7 +568,7 @@ def test_the_first_ctrl_c_of_an_answer_waits_for_the_step(tiny_folder: Path) -> 
             screen.show_stream(llm, PROMPT, {"max_new_tokens": 8}, answer, stop)
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
-        assert answer.figures() == "interrupted: 1 tokens, 1 steps, acceptance length 1.00"
+        assert answer.figures() == "interrupted: 1 token, 1 step, acceptance length 1.00"
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert llm.generate(PROMPT, max_new_tokens=8).text.startswith(answer.text)
 

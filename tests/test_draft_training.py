@@ -110,7 +110,9 @@ def test_a_smaller_vocabulary_is_compared_as_far_as_it_goes(target: Any, texts: 
 def test_tokens_that_one_of_the_models_does_not_have_are_no_error(target: Any, texts: list[Text]) -> None:
     """Models of one tokenizer may have rows for no token, in different numbers, which are sampled now and then."""
     known, unknown = Text(0, [1, 2], [3] * 4), Text(1, [1, 2], [3, VOCABULARY - 1])
-    with pytest.warns(UserWarning, match=rf"1 of 2 texts are not trained on, .* or its vocabulary of {VOCABULARY - 8}"):
+    with pytest.warns(
+        UserWarning, match=rf"1 of 2 texts left out of the training: .* or its vocabulary of {VOCABULARY - 8}"
+    ):
         assert draft_model.fitting(student_of(VOCABULARY - 8), [known, unknown]) == [known]
     own = DraftRecipe(student_of(VOCABULARY + 8), target, settings_of(on_policy=1.0), ())
     own.module.lm_head.weight.data[:VOCABULARY] = 0.0
@@ -199,7 +201,7 @@ def test_dropout_follows_the_seed_and_spares_held_out_texts(target: Any, texts: 
 
 def test_texts_that_exceed_the_context_of_the_draft_model_are_left_out(target: Any) -> None:
     short, long = Text(0, [1, 2], [3] * 4), Text(1, [1] * 5, [3] * 4)
-    with pytest.warns(UserWarning, match="1 of 2 texts are not trained on, .* the draft model gpt2, 8 tokens"):
+    with pytest.warns(UserWarning, match="1 of 2 texts left out of the training: .* the draft model gpt2, 8 tokens"):
         assert draft_model.fitting(gpt2(8), [short, long]) == [short]
     with pytest.raises(LeapaheadError, match="none of the texts fits the context of the draft model gpt2"):
         draft_model.fitting(gpt2(8), [long])

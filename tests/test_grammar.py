@@ -522,7 +522,7 @@ def test_options_that_do_not_go_with_a_grammar(llm: LLM) -> None:
     grammar = GRAMMARS["regex"]
     with pytest.raises(BadParameter, match=r"must be a leapahead\.Grammar"):
         llm.generate("a", grammar={"type": "object"})  # type: ignore[call-overload]
-    with pytest.raises(BadParameter, match="2 grammars and 1 prompts"):
+    with pytest.raises(BadParameter, match="2 grammars for 1 prompt is not possible"):
         llm.generate("a", grammar=[grammar, grammar])
     with pytest.raises(BadParameter, match="ignore_eos=True is not possible with a grammar"):
         llm.generate("a", grammar=grammar, ignore_eos=True)

@@ -239,7 +239,7 @@ def test_predictions(llama: Any) -> None:
     assert ours(llama, BATCH, "auto", prediction=new[0].tolist()).tolist() == expected.tolist()
     with pytest.raises(BadParameter, match="'suffix' makes no use of a prediction"):
         ours(llama, SINGLE, "suffix", prediction=[4, 5])
-    with pytest.raises(BadParameter, match="2 predictions and 1 prompts"):
+    with pytest.raises(BadParameter, match="2 predictions for 1 prompt is not possible"):
         ours(llama, SINGLE, "prediction", prediction=[[4], [5]])
     with pytest.raises(BadParameter, match=r"stats=\(\) is not possible: it must be a list"):
         ours(llama, SINGLE, "auto", stats=())

@@ -373,7 +373,7 @@ def test_no_text_is_lost_where_a_step_of_learning_fails(loss: Any, reason: str) 
     with chain_llm(learn=1, learn_rate=1e-2) as llm:
         plain = llm.generate(PROMPTS[0], max_new_tokens=24, drafter="plain")
         llm.drafter.learner.training.loss = loss  # type: ignore[attr-defined]
-        with pytest.warns(UserWarning, match=f"was not trained on 1 texts, since {reason}"):
+        with pytest.warns(UserWarning, match=f"was not trained on 1 text, since {reason}"):
             result = llm.generate(PROMPTS[0], max_new_tokens=24)
         assert result.tokens == plain.tokens
         assert result.stats.drafter["learning"]["updates"] == 0

@@ -280,8 +280,8 @@ def test_predictions_for_several_prompts(target: ToyTarget) -> None:
     [
         (7.5, r"a prediction must be text or token ids, or a list with one for each prompt, got 7\.5"),
         ([1.5], r"a prediction must be text or token ids, .* got 1\.5"),
-        ([1, "a"], "there are 2 predictions and 1 prompts; give one for all, or one for each"),
-        ([[1], [2]], "there are 2 predictions and 1 prompts"),
+        ([1, "a"], "2 predictions for 1 prompt is not possible; give one for all, or one for each"),
+        ([[1], [2]], "2 predictions for 1 prompt is not possible"),
         ({"a": 1}, "a prediction must be text or token ids"),
         (b"abc", "a prediction must be text or token ids"),
         ("text", r"a prediction as text needs a tokenizer; pass tokenizer=\.\.\., or its token ids"),

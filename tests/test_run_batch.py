@@ -355,14 +355,14 @@ def test_resume_computes_what_is_missing(toy: Any, output: Path) -> None:
     output.chmod(0o640)
     done = toy(written(*asked), "--resume")
     assert done.exit_code == 0
-    assert done.stderr.splitlines()[0] == "4 requests answered, 2 were answered before"
+    assert done.stderr.splitlines()[0] == "4 requests answered, 2 answered before"
     assert texts(read(output)) == whole
     assert output.read_bytes().startswith(kept[0] + kept[1])
     assert output.stat().st_mode & 0o777 == 0o640
     assert [path.name for path in output.parent.iterdir() if path.name.startswith(".")] == []
     before = output.read_bytes()
     done = toy(written(*asked), "--resume")
-    assert (done.exit_code, done.stderr) == (0, "0 requests answered, 6 were answered before\n")
+    assert (done.exit_code, done.stderr) == (0, "0 requests answered, 6 answered before\n")
     assert output.read_bytes() == before
 
 
@@ -462,7 +462,7 @@ def test_a_full_disk(toy: Any, output: Path, monkeypatch: pytest.MonkeyPatch) ->
         "what it holds\n"
     )
     assert output.read_bytes().count(b"\n") == 2
-    assert toy(written(*some(8)), "--resume").stderr.startswith("6 requests answered, 2 were answered before\n")
+    assert toy(written(*some(8)), "--resume").stderr.startswith("6 requests answered, 2 answered before\n")
     assert len(read(output)) == 8
 
 
@@ -583,7 +583,7 @@ def test_interrupted(leapahead: Any, sent: signal.Signals, tmp_path: Path, outpu
     assert last == f"interrupted; 6 results are in {output}, and --resume continues"
     done = leapahead(*args, "-i", str(tmp_path / "in"), "--resume")
     assert done.exit_code == 0, done.stderr
-    assert "6 requests answered, 6 were answered before\n" in done.stderr
+    assert "6 requests answered, 6 answered before\n" in done.stderr
     resumed = texts(read(output))
     output.unlink()
     assert leapahead(*args, "-i", str(tmp_path / "in")).exit_code == 0

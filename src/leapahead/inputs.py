@@ -12,7 +12,7 @@ import numpy as np
 
 from leapahead.chat.template import chat_text
 from leapahead.core.bias import LogitBias
-from leapahead.core.errors import BadParameter, ContextOverflow
+from leapahead.core.errors import BadParameter, ContextOverflow, counted
 from leapahead.core.grammar import CompiledGrammar
 from leapahead.core.parameters import finite, flag, is_whole, unicode_text, whole
 from leapahead.core.processors import LogitsProcessor, PrefixFree
@@ -150,9 +150,8 @@ class Inputs:
         check_prediction(given, drafter)
         if isinstance(given, (list, tuple)) and any(not is_whole(each) for each in given):
             if len(given) != count:
-                raise BadParameter(
-                    f"there are {len(given)} predictions and {count} prompts; give one for all, or one for each"
-                )
+                counts = f"{counted(len(given), 'prediction')} for {counted(count, 'prompt')}"
+                raise BadParameter(f"{counts} is not possible; give one for all, or one for each")
             return [self.prediction(each) for each in given]
         return [self.prediction(given)] * count
 
@@ -166,7 +165,8 @@ class Inputs:
         given = options.get("grammar")
         each: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given] * count
         if len(each) != count:
-            raise BadParameter(f"there are {len(each)} grammars and {count} prompts; give one for all, or one for each")
+            counts = f"{counted(len(each), 'grammar')} for {counted(count, 'prompt')}"
+            raise BadParameter(f"{counts} is not possible; give one for all, or one for each")
         _check_ignore_eos(options, each)
         return [None if one is None else self.grammars.compile(one) for one in each]
 

@@ -36,7 +36,7 @@ from leapahead.cli.options import (
     loading_arguments,
 )
 from leapahead.cli.typed import Folder
-from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.errors import BadParameter, LeapaheadError, counted
 from leapahead.core.parameters import listed
 from leapahead.core.relaxed import rule
 from leapahead.core.sampling import SamplingParams
@@ -262,7 +262,7 @@ def bench(
         raise ended_by
     _report(found, out)
     if ended_by is not None:
-        screen.say(f"interrupted; {len(kept.rows)} rows are in {kept.path}, and --resume continues")
+        screen.say(f"interrupted; {kept.path} has {counted(len(kept.rows), 'row')}, and --resume continues")
         raise Exit(INTERRUPTED)
     if any(row["mismatches"] for row in kept.rows if not _peer(row)):
         raise Exit(DIFFERENT)
@@ -389,7 +389,8 @@ def _show(found: dict[str, Any]) -> None:
         click.echo(f"{exact} equals that of plain decoding" + (f", except for {ties} numeric ties." if ties else "."))
     for name in dict.fromkeys(row["drafter"] for row in rows if _peer(row) and row["mismatches"]):
         count = sum(row["mismatches"] for row in rows if row["drafter"] == name)
-        click.echo(f"{name}: {count} texts differ from plain decoding by more than the rounding error of this target.")
+        differ = f"{counted(count, 'text')} differ{'s' * (count == 1)}"
+        click.echo(f"{name}: {differ} from plain decoding by more than the rounding error of this target.")
 
 
 def _peer(row: report.Row) -> bool:

@@ -12,7 +12,7 @@ from leapahead.api import LLM
 from leapahead.cli.command import Group, option
 from leapahead.cli.options import DRAFTER_GROUP
 from leapahead.cli.typed import HomePath
-from leapahead.core.errors import BadParameter
+from leapahead.core.errors import BadParameter, counted
 from leapahead.core.storage import replaceable
 from leapahead.drafters import cache_sections
 from leapahead.drafters.cache import DrafterCache
@@ -97,7 +97,7 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
         merged.merge(file)
         merged.activate()
     merged.save(output, replace=True)
-    click.echo(f"{output}: {output.stat().st_size / 1e3:.1f} kB, from {len(files)} files")
+    click.echo(f"{output}: {output.stat().st_size / 1e3:.1f} kB, from {counted(len(files), 'file')}")
 
 
 @cache.command(examples=("leapahead cache models", "leapahead cache models --clear"))
@@ -115,7 +115,7 @@ def models(clear: bool, as_json: bool) -> None:
         click.echo(json.dumps({"models": rows, "removed": clear}))
         return
     if clear:
-        click.echo(f"{len(found)} converted models removed, {freed / 1e6:.1f} MB")
+        click.echo(f"{counted(len(found), 'converted model')} removed, {freed / 1e6:.1f} MB")
         return
     for each in found:
         click.echo(f"{each.size / 1e6:10.1f} MB  {each.weights:5}  {each.source}  ({each.folder})")

@@ -31,6 +31,7 @@ from leapahead.cli.options import (
     drafter_arguments,
     model_arguments,
 )
+from leapahead.core.errors import counted
 from leapahead.core.sampling import SamplingParams
 from leapahead.inputs import check_values
 
@@ -133,7 +134,7 @@ def check(
         how = f"temperature {temperature:g}, seed {seed}" if temperature > 0 else "greedy"
         _show(report, how, min(batch, report.prompts))
     if interrupted:
-        screen.say(f"interrupted; {len(report.drafters)} drafters are finished")
+        screen.say(f"interrupted; finished: {counted(len(report.drafters), 'drafter')}")
         raise Exit(INTERRUPTED)
     if not report.ok:
         raise Exit(DIFFERENT)
@@ -142,7 +143,7 @@ def check(
 def _show(report: Report, sampling: str, batch: int) -> None:
     click.echo(
         f"{report.target}, {sampling}, batch {batch}\n"
-        f"{report.prompts} prompt{'s' * (report.prompts != 1)}, {report.tokens} tokens of plain decoding; "
+        f"{counted(report.prompts, 'prompt')}, {counted(report.tokens, 'token')} of plain decoding; "
         f"{report.distinct_4_grams:.0%} of their 4-grams are distinct"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

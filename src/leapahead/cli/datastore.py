@@ -16,7 +16,7 @@ from leapahead.cli import screen
 from leapahead.cli.command import Group, option
 from leapahead.cli.options import MODEL_NAME, TRUST_REMOTE_CODE, all_of
 from leapahead.cli.typed import HomePath
-from leapahead.core.errors import BadParameter, needing
+from leapahead.core.errors import BadParameter, counted, needing
 from leapahead.core.text import Tokenizer
 from leapahead.drafters.sources.corpus import FIELDS, Corpus, build
 from leapahead.drafters.sources.datastore import Store
@@ -64,9 +64,10 @@ def build_datastore(
         tokenizer = _tokenizer(model, trust_remote_code)
         name = loading.BUNDLED if model is None else Path(model).name
         header = build(reading, out, tokenizer, model=name, force=force, progress=bar)
-    click.echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, {header.tokens} tokens, {header.documents} documents")
+    counts = f"{counted(header.tokens, 'token')}, {counted(header.documents, 'document')}"
+    click.echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, {counts}")
     if reading.skipped:
-        screen.say(f"skipped {len(reading.skipped)} files:")
+        screen.say(f"skipped {counted(len(reading.skipped), 'file')}:")
         for reason in list(reading.skipped.values())[:MAX_NAMED]:
             screen.say(f"  {reason}")
         if (more := len(reading.skipped) - MAX_NAMED) > 0:

@@ -27,6 +27,7 @@ from leapahead.cli.options import (
 from leapahead.cli.screen import Console, harmless
 from leapahead.cli.text_input import prompt_text, to_complete, utf8_only
 from leapahead.cli.typed import HomePath
+from leapahead.core.errors import counted
 from leapahead.core.sampling import SamplingParams
 from leapahead.explain import Moment, Node, Recording, page, record
 from leapahead.inputs import check_prediction, check_values
@@ -110,7 +111,8 @@ def explain(
     finally:  # also where standard output cannot be written
         if place is not None:
             screen.write_file(place, page(recording))
-            screen.say(f"{place}: {len(recording.steps)} steps, {len(recording.tokens)} tokens; open it in a browser")
+            counts = f"{counted(len(recording.steps), 'step')}, {counted(len(recording.tokens), 'token')}"
+            screen.say(f"{place}: {counts}; open it in a browser")
 
 
 def show(recording: Recording, console: Console) -> None:

@@ -31,7 +31,7 @@ from leapahead.cli.options import (
     text_arguments,
 )
 from leapahead.cli.text_input import prompt_text, to_complete, utf8_only
-from leapahead.core.errors import BadParameter
+from leapahead.core.errors import BadParameter, counted
 from leapahead.core.relaxed import EXACT
 from leapahead.drafters import registry
 from leapahead.inputs import OneText, Options, check_prediction, check_values
@@ -109,7 +109,7 @@ def generate(
         full = f"the context of {info.context_length} tokens"
         if info.cache_tokens and info.cache_tokens < info.context_length:
             full = f"the KV cache of {info.cache_tokens} tokens"
-        screen.say(f"the text ends after {len(result.tokens)} tokens, because {full} is full")
+        screen.say(f"the text ends after {counted(len(result.tokens), 'token')}, because {full} is full")
     comparison = _compare(llm, given, result, rounds, options) if with_plain else None
     if as_json:
         found = screen.as_dict(llm, result)

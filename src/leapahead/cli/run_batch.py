@@ -23,7 +23,7 @@ from leapahead.cli.options import DRAFTER_BESIDE_OUTPUT, MODEL, all_of
 from leapahead.cli.served import BOUNDS, PACKAGES, SERVED, application, limits_given, named_model
 from leapahead.cli.training import sigterm_interrupts
 from leapahead.cli.typed import HomePath
-from leapahead.core.errors import BadParameter, needing
+from leapahead.core.errors import BadParameter, counted, needing
 from leapahead.core.stats import Stats
 from leapahead.serve.settings import Limits, Settings
 
@@ -182,9 +182,9 @@ class Written:
 
     def report(self, stats: Stats) -> None:
         """Says how many requests were answered, and how fast."""
-        line = f"{self.answered} requests answered"
+        line = f"{counted(self.answered, 'request')} answered"
         if self.before:
-            line += f", {len(self.before)} were answered before"
+            line += f", {len(self.before)} answered before"
         if self.failed:
             line += f", {self.failed} failed: the error is in the result"
         screen.say(line)

@@ -21,7 +21,7 @@ from rich.table import Table
 from leapahead.api import LLM
 from leapahead.cli.command import beside_the_output
 from leapahead.cli.command import say as say
-from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.errors import BadParameter, LeapaheadError, counted
 from leapahead.core.stats import Stats
 from leapahead.core.storage import replacing
 from leapahead.drafters import registry
@@ -135,7 +135,7 @@ class Answer:
             return figures(self.result)
         if not self.texts:
             return "interrupted before the first token"
-        line = f"interrupted: {self.tokens} tokens, {len(self.texts)} steps"
+        line = f"interrupted: {counted(self.tokens, 'token')}, {counted(len(self.texts), 'step')}"
         line += f", acceptance length {self.tokens / len(self.texts):.2f}"
         if self.ended > self.began:
             line += f", {(self.tokens - self.first) / (self.ended - self.began):.1f} tokens/s"
@@ -197,8 +197,8 @@ def figures(result: Result, comparison: Comparison | None = None) -> str:
 def rates(stats: Stats) -> str:
     """The number of tokens and steps, the acceptance length and the speed."""
     return (
-        f"{stats.committed} tokens, {stats.steps} steps, acceptance length {stats.acceptance_length:.2f}, "
-        f"{stats.tokens_per_second:.1f} tokens/s"
+        f"{counted(stats.committed, 'token')}, {counted(stats.steps, 'step')}, "
+        f"acceptance length {stats.acceptance_length:.2f}, {stats.tokens_per_second:.1f} tokens/s"
     )
 
 
@@ -210,7 +210,8 @@ def verdict(comparison: Comparison, lossy: str = "", same_text: bool = True) -> 
         same_text: whether the drafter is to give plain decoding's text, and not only its distribution.
     """
     if comparison.equal:
-        return f"The text equals that of plain decoding, token for token ({len(comparison.plain.tokens)} tokens)."
+        tokens = counted(len(comparison.plain.tokens), "token")
+        return f"The text equals that of plain decoding, token for token ({tokens})."
     differs = f"The text differs from that of plain decoding at token {comparison.first_difference}"
     if lossy:
         return f"{differs}: {lossy} is lossy."

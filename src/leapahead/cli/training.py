@@ -24,7 +24,7 @@ from leapahead.cli.options import FILE_OF_PROMPTS, Option
 from leapahead.cli.screen import Console
 from leapahead.cli.typed import Finite, HomePath
 from leapahead.core import openmp
-from leapahead.core.errors import BadParameter, needing
+from leapahead.core.errors import BadParameter, counted, needing
 from leapahead.training.settings import CLLM, SCHEDULES, Folder, RunSettings
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ def show(trained: Trained, result: str, as_json: bool, **more: Any) -> bool:
         found = {result: str(folder), "steps": state.step, "seconds": state.seconds, "loss": state.loss}
         click.echo(json.dumps({**found, "evaluations": [asdict(each) for each in trained.evaluations], **more}))
         return False
-    click.echo(f"{folder}: {state.step} steps in {state.seconds / 60:.1f} minutes, loss {state.loss:.3f}")
+    click.echo(f"{folder}: {counted(state.step, 'step')} in {state.seconds / 60:.1f} minutes, loss {state.loss:.3f}")
     return bool(trained.evaluations)
 
 

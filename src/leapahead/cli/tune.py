@@ -20,7 +20,7 @@ from leapahead.cli.command import Command, option
 from leapahead.cli.options import MODEL, all_of, batch_option, data_option, loading_arguments, model_arguments
 from leapahead.cli.screen import Console
 from leapahead.cli.typed import Finite, HomePath
-from leapahead.core.errors import BadParameter, LeapaheadError
+from leapahead.core.errors import BadParameter, LeapaheadError, counted
 from leapahead.core.storage import replaceable
 from leapahead.drafters.token_table import MOST_K, TokenTable, stored
 from leapahead.models.base import CHAIN, TargetInfo
@@ -327,8 +327,8 @@ def show_auto(auto: Data) -> None:
         click.echo("auto: the time was too short for a text; give more with --text-seconds.")
         return
     click.echo(
-        f"\nauto on {auto['texts']} texts, greedy: {auto['nodes_per_step']:.1f} drafted nodes a step, "
-        f"{auto['plain_steps'] / auto['steps']:.0%} of its {auto['steps']} steps without a draft, "
+        f"\nauto on {counted(auto['texts'], 'text')}, greedy: {auto['nodes_per_step']:.1f} drafted nodes a step, "
+        f"{auto['plain_steps'] / auto['steps']:.0%} of its {counted(auto['steps'], 'step')} without a draft, "
         f"acceptance length {auto['acceptance_length']:.2f}"
     )
     speeds, expected = auto["tokens_per_second"], auto["expected"]

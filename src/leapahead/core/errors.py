@@ -85,6 +85,11 @@ def trained_in(folder: Path) -> str:
     return next((f"; a training has written its result to {each}" for each in results if each.is_dir()), "")
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts, for a message: "1 text", "3 texts"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for a message that quotes it; the name of its class where it has no text."""
     text = str(error).strip()

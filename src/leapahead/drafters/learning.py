@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from leapahead.core.errors import BadParameter, Refused, first_line, needing
+from leapahead.core.errors import BadParameter, Refused, counted, first_line, needing
 from leapahead.core.parameters import file_path
 from leapahead.drafters.draft_models import BUNDLED, SELF, Draft, DraftModel
 from leapahead.models.base import Target
@@ -170,9 +170,8 @@ class Learner:
         except Exception as error:  # of any kind that PyTorch or the model's own code raises, such as a full memory
             reason = f"a step failed ({first_line(error)}); give learn=0"
         if reason:
-            warnings.warn(
-                f"{self.model.title} was not trained on {len(group)} texts, since {reason}", UserWarning, stacklevel=2
-            )
+            texts = counted(len(group), "text")
+            warnings.warn(f"{self.model.title} was not trained on {texts}, since {reason}", UserWarning, stacklevel=2)
         return not reason
 
     def release(self) -> None:

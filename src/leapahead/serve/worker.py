@@ -15,7 +15,7 @@ from time import perf_counter
 
 from leapahead.api import LLM
 from leapahead.asynchronous import AsyncLLM
-from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError
+from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError, counted
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stats import Stats
 from leapahead.core.stop import StopParams
@@ -187,7 +187,7 @@ class Worker:
         if self.pending + sequences > most:
             raise ApiError(
                 429,
-                f"{self.pending} texts are decoded or wait already; try again later",
+                f"{counted(self.pending, 'text')} decoded or waiting already; try again later",
                 code="queue_full",
                 headers={"Retry-After": str(RETRY_AFTER)},
             )

@@ -77,7 +77,7 @@ def fitting(student: Student, texts: Sequence[Text]) -> list[Text]:
         )
     if left_out := len(texts) - len(found):
         warnings.warn(
-            f"{left_out} of {len(texts)} texts are not trained on, since they exceed the context of the draft model "
+            f"{left_out} of {len(texts)} texts left out of the training: they exceed the context of the draft model "
             f"{student.name}, {room} tokens, or its vocabulary of {known}",
             UserWarning,
             stacklevel=2,

@@ -22,7 +22,7 @@ from typing import Any
 
 from leapahead.api import LLM
 from leapahead.bench import tasks
-from leapahead.core.errors import BadParameter
+from leapahead.core.errors import BadParameter, counted
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.waiting import check
 from leapahead.inputs import Options
@@ -90,7 +90,7 @@ def prompts(llm: LLM, wish: Wish) -> list[list[int]]:
     found = list({tuple(tokens): None for tokens in fitting})
     if found and (left_out := len(task.prompts) - len(fitting)):
         warnings.warn(
-            f"{left_out} of {len(task.prompts)} prompts of {wish.data} are left out, since they leave no room for "
+            f"{left_out} of {len(task.prompts)} prompts of {wish.data} left out: they leave no room for "
             f"max_new_tokens={wish.max_new_tokens} in the context of {llm.target.info.name}",
             UserWarning,
             stacklevel=2,
@@ -179,7 +179,7 @@ def without(found: Sequence[Text], evaluated: Sequence[Text]) -> list[Text]:
     kept = [text for text in found if tuple(text.prompt) not in prompts]
     if left_out := len(found) - len(kept):
         warnings.warn(
-            f"{left_out} of {len(found)} texts are not trained on, since their prompts are among those that are only "
+            f"{left_out} of {len(found)} texts left out of the training: their prompts are among those that are only "
             "evaluated",
             UserWarning,
             stacklevel=2,
@@ -199,7 +199,7 @@ def divide(texts: Sequence[Text], held_out: float, seed: int) -> tuple[list[Text
     count = max(1, round(held_out * len(usable))) if held_out else 0
     if len(usable) < count + 1:
         raise BadParameter(
-            f"there are {len(usable)} texts with at least {LEAST} tokens, too few to train on; give more prompts"
+            f"{counted(len(usable), 'text')} with at least {LEAST} tokens, too few to train on; give more prompts"
         )
     chosen = set(random.Random(seed).sample(range(len(usable)), count))
     held_out_prompts = {tuple(usable[place].prompt) for place in chosen}
@@ -208,7 +208,7 @@ def divide(texts: Sequence[Text], held_out: float, seed: int) -> tuple[list[Text
         if place in chosen or tuple(text.prompt) not in held_out_prompts:
             groups[place in chosen].append(text)
     if not groups[0]:
-        raise BadParameter(f"all {len(usable)} texts are answers to held-out prompts; give more prompts")
+        raise BadParameter("all texts are answers to held-out prompts; give more prompts")
     return groups
 
 
