@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import openai
@@ -18,6 +18,7 @@ from leapahead.serve.replies import CompletionTokensDetails, PromptTokensDetails
 from leapahead.serve.responses import Responder
 from leapahead.serve.responses_replies import Event
 from leapahead.serve.responses_schema import ResponsesRequest
+from leapahead.serve.worker import Job
 from tests.serving import Running, calling_llm, check, serving
 
 pytest.importorskip("llguidance")
@@ -93,14 +94,25 @@ def test_the_events_of_a_stream_make_the_response(client: openai.OpenAI) -> None
     assert not events[0].response.output
 
 
-def test_an_error_within_a_stream_is_an_event_of_its_own(running: Running) -> None:
+def test_an_error_within_a_stream_is_an_event_of_its_own(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the members of `ResponseErrorEvent`, and those by which the official client raises it."""
-    asked = {"input": QUESTION, "stream": True, "ignore_eos": True, "leapahead": {"deadline_seconds": 0.1}}
+    worker, pieces = running.worker, running.worker.pieces
+
+    async def late(job: Job) -> AsyncIterator[Any]:
+        """As where the time is over behind the first piece of text."""
+        async for batch, index, piece in pieces(job):
+            yield batch, index, piece
+            if piece is not None and not batch.is_late:
+                batch.is_late = True
+                worker._interrupt(batch)
+
+    monkeypatch.setattr(worker, "pieces", late)
+    asked = {"input": QUESTION, "stream": True, "ignore_eos": True, "leapahead": {"deadline_seconds": 60}}
     before, name, data = running.post(PATH, asked).text.rstrip("\n").rsplit("\n", 2)
     assert name == "event: error"
     found = json.loads(data.removeprefix("data: "))
     own = {each: found.pop(each) for each in ("message", "code", "param")}
-    assert own == {"message": "the request took longer than its 0.1 seconds", "code": "deadline", "param": None}
+    assert own == {"message": "the request took longer than its 60 seconds", "code": "deadline", "param": None}
     assert found.pop("sequence_number") == len(re.findall("^event: ", before, flags=re.MULTILINE))
     assert found == {"type": "error", "error": {**own, "type": "timeout_error"}}
 
