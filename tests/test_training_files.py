@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -160,6 +161,21 @@ def test_what_an_interrupt_left_of_a_line_is_removed_by_its_own_run_only(tmp_pat
     assert file.read_text() != whole
     texts.cut(file)
     assert file.read_text() == whole
+
+
+def test_a_file_of_texts_is_read_line_by_line(tmp_path: Path) -> None:
+    """So no memory is taken beside that of the texts."""
+    file = tmp_path / "texts.jsonl"
+    records = ({"index": each, "prompt": [each], "answer": list(range(300, 400))} for each in range(500))
+    file.write_text("\n".join(map(json.dumps, ({"weights": "0", "data": "prompts.jsonl"}, *records))) + "\n")
+    tracemalloc.start()
+    try:
+        found = texts._read(file, {})
+        left, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found) == 500
+    assert peak < 1.1 * left
 
 
 def test_a_full_disk_is_told_by_the_name_of_the_file(

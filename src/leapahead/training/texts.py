@@ -264,14 +264,14 @@ def _append(path: Path, record: dict[str, Any]) -> None:
 def _read(path: Path, expected: dict[str, Any], remedy: str = "give a new folder") -> dict[int, Text]:
     """The texts of a file by their index, without a last line that an interrupt left incomplete."""
     try:
-        content = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:  # line by line: all of it would take more memory than the texts
+            records = (json.loads(line) for line in file if line.endswith("\n") and line != "\n")
+            head = next(records)
+            texts = [Text(**record) for record in records]
+        given = {name: head[name] for name in (*expected, "weights", "data")}  # every first line has these two
     except (OSError, UnicodeDecodeError) as error:
         raise BadParameter(f"{path} cannot be read: {error}") from None
-    try:
-        head, *records = [json.loads(line) for line in content.split("\n")[:-1] if line]
-        texts = [Text(**record) for record in records]
-        given = {name: head[name] for name in (*expected, "weights", "data")}  # every first line has these two
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, StopIteration):
         raise BadParameter(f"{path} holds no texts of a training run; give one's texts.jsonl") from None
     for name, value in expected.items():
         if given[name] != value:
