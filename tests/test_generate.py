@@ -269,6 +269,24 @@ def test_text_that_may_begin_a_stop_is_held_back() -> None:
     assert stream.finish(None) == (("b", False),)
 
 
+def test_of_many_stop_strings_few_are_looked_at() -> None:
+    class Watched(str):
+        looks = 0
+
+        def startswith(self, *given: Any) -> bool:
+            Watched.looks += 1
+            return super().startswith(*given)
+
+    stream = TextStream(SyllableTokenizer(), [Watched(f"{first}ca{number}") for number in range(500) for first in "zb"])
+    shown = []
+    for token in (0, 3, 2, 8):  # ab, c, space, b
+        stream.add(token, False)
+        shown.append("".join(text for text, _ in stream.take()))
+    assert shown == ["a", "", "bc ", ""]
+    assert stream.finish(None) == (("b", False),)
+    assert Watched.looks < 20
+
+
 def test_a_long_text_that_is_read_at_its_end_takes_time_in_its_length() -> None:
     class Lines(SyllableTokenizer):
         def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -7,6 +7,7 @@ tokens   ... | 14  203 | 91 ...       the window is decoded with and without the
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -186,7 +187,7 @@ class TextStream:
         before: Sequence[int] = (),
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, before=before) if tokenizer is not None else None
-        self._stops = tuple(stop_strings)
+        self._stops = sorted(stop_strings)
         self._include_stop = include_stop
         self._held: deque[tuple[str, bool]] = deque()  # (text, drafted)
 
@@ -223,7 +224,12 @@ class TextStream:
         if not self._stops:
             return 0
         longest = min(len(text), max(len(stop) - 1 for stop in self._stops))
-        return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)
+        return next((n for n in range(longest, 0, -1) if self._begins(text[-n:])), 0)
+
+    def _begins(self, text: str) -> bool:
+        """Whether a stop string begins with it: the first one that is not before it in alphabetical order, if any."""
+        at = bisect_left(self._stops, text)
+        return at < len(self._stops) and self._stops[at].startswith(text)
 
     def _give(self, length: int) -> tuple[tuple[str, bool], ...]:
         given: list[tuple[list[str], bool]] = []  # a text that nobody has read piece by piece may have very many
