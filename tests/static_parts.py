@@ -82,6 +82,8 @@ class FakeCuda:
         captured: number of captures so far.
         log: what was called, in order.
         fails: raised by a capture, if it is set.
+        fails_at_end: raised at the end of a capture, if it is set, as after an operation that is not permitted in one.
+        going_on: pools of captures that the allocator takes as going on: after such an end, too (torch up to 2.11).
     """
 
     def __init__(self, taken: Callable[[], int] = lambda: 0, total: int = 10**9) -> None:
@@ -89,6 +91,9 @@ class FakeCuda:
         self.alive: list[Graph] = []
         self.captured, self.log, self.pools = 0, list[str](), 0
         self.fails: Exception | None = None
+        self.fails_at_end: Exception | None = None
+        self.going_on = list[int]()
+        self.memory: Any = self
         self._current = Stream(self, "main")
 
     def Stream(self, device: Any) -> Stream:
@@ -120,6 +125,19 @@ class FakeCuda:
 
     def empty_cache(self) -> None:
         self.log.append("empty_cache")
+        if self.going_on:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def current_device(self) -> int:
+        return 0
+
+    def _cuda_endAllocateToPool(self, device: int, pool: int) -> None:
+        if pool not in self.going_on:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.going_on.remove(pool)
+
+    def _cuda_releasePool(self, device: int, pool: int) -> None:
+        self.log.append("release")
 
     def mem_get_info(self, device: Any) -> tuple[int, int]:
         return self.free, self.total
@@ -131,12 +149,21 @@ class FakeCuda:
     @contextmanager
     def graph(self, graph: Graph, *, pool: int, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         assert stream.name == "side"
+        before = self._current
         if self.fails is not None:
             raise self.fails
         self.log.append("capture")
         graph.pool = pool
-        with self.stream(stream), graph.tape:
-            yield
+        self.going_on.append(pool)
+        self.set_stream(stream)
+        try:
+            with graph.tape:
+                yield
+        finally:
+            if self.fails_at_end is not None:
+                raise self.fails_at_end
+            self.going_on.remove(pool)
+            self.set_stream(before)
         self.captured += 1
         self.free -= self.taken()
         self.alive.append(graph)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
-from static_parts import FakeCuda, Stream, recorded
+from static_parts import FakeCuda, recorded
 
 from leapahead.core.tree import TokenTree
 from leapahead.models.transformers.static.buffers import BYTES, Buffers, Draft
-from leapahead.models.transformers.static.graphs import Calls, Graphs
+from leapahead.models.transformers.static.graphs import Calls, Graphs, capture
 from leapahead.models.transformers.static.shapes import (
     MOST_ROWS,
     ROWS,
@@ -124,20 +123,48 @@ def test_a_capture_that_fails_is_said_once_and_called() -> None:
     assert "a" in graphs
 
 
-def test_a_capture_that_fails_at_its_end_leaves_the_current_stream() -> None:
-    """`torch.cuda.graph` does not, when the error of an operation is raised again at the end of the capture."""
-
-    class Failing(FakeCuda):
-        @contextmanager
-        def graph(self, graph: object, *, pool: int, stream: Stream, capture_error_mode: str) -> Iterator[None]:
-            self.set_stream(stream)
-            yield
-            raise RuntimeError("operation failed due to a previous error during capture")
-
-    cuda, forward = Failing(), Counter()
+def test_a_capture_that_fails_at_its_end_leaves_the_current_stream_and_captures_the_next_one() -> None:
+    """`torch.cuda.graph` leaves neither the stream nor the allocator's pool, when the end of the capture raises."""
+    cuda = FakeCuda()
+    cuda.fails_at_end = RuntimeError("operation failed due to a previous error during capture")
+    graphs = tolerant(cuda)
     with pytest.warns(RuntimeWarning, match="runs without a graph: operation failed"):
-        tolerant(cuda).run("a", forward)
-    assert cuda.current_stream().name == "main"
+        graphs.run("a", Counter())
+    assert (cuda.current_stream().name, cuda.going_on, cuda.log.count("release")) == ("main", [], 1)
+    cuda.fails_at_end = None
+    graphs.run("b", Counter())
+    assert list(graphs) == ["b"]
+    graphs.clear()
+
+
+def test_the_pool_of_a_capture_that_ended_before_an_error_is_released_with_its_graph() -> None:
+    cuda = FakeCuda()
+    forward, calls = Counter(), iter([None, torch.OutOfMemoryError("CUDA out of memory")])
+
+    def second_fails() -> None:
+        forward()
+        if (error := next(calls, None)) is not None:
+            raise error
+
+    with pytest.warns(RuntimeWarning, match="CUDA out of memory"):
+        tolerant(cuda).run("a", second_fails)
+    assert (cuda.going_on, cuda.log.count("release")) == ([], 0)
+
+
+@pytest.mark.parametrize("name", ["_cuda_endAllocateCurrentStreamToPool", "_cuda_endAllocateToPool"])
+def test_a_capture_that_fails_is_ended_by_the_name_of_each_version(name: str) -> None:
+    """The first is that of torch up to 2.7."""
+    ended = list[tuple[int, object]]()
+
+    def end(device: int, pool: object) -> None:
+        ended.append((device, pool))
+
+    cuda = FakeCuda()
+    cuda.fails_at_end = RuntimeError("no")
+    cuda.memory = SimpleNamespace(**{name: end, "_cuda_releasePool": end})
+    with pytest.raises(RuntimeError, match="no"), capture(cuda.CUDAGraph(), 3, cuda.Stream("cuda"), cuda):
+        pass
+    assert ended == [(0, 3)] * 2
 
 
 def test_without_memory_for_a_capture_the_others_are_released() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from leapahead.models.transformers.static.graphs import capture
+
 REPEATS = 10  # of the work in one captured graph
 WARM_UPS = 3
 
@@ -71,7 +73,7 @@ def captured_seconds(
             work()
     cuda.current_stream().wait_stream(side)
     graph = cuda.CUDAGraph()
-    with cuda.graph(graph, pool=cuda.graph_pool_handle(), stream=side, capture_error_mode="thread_local"):
+    with capture(graph, cuda.graph_pool_handle(), side, cuda):
         for _ in range(repeats):
             work()
     found: list[float] = []

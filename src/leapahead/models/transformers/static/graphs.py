@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +95,30 @@ class CudaGraph:
         self.release: Callable[[], None] = graph.reset
 
 
+@contextmanager
+def capture(graph: Any, pool: Any, stream: Any, cuda: Any = torch.cuda) -> Iterator[None]:
+    """Captures what is launched in its block, on the current device.
+
+    Args:
+        graph, pool, stream: of the capture, see `torch.cuda.graph`.
+        cuda: torch's module for CUDA; another one in tests.
+    """
+    try:
+        # Other threads may allocate meanwhile, which the usual mode forbids. After a capture that has failed, the
+        # stream would stay the current one.
+        with cuda.stream(stream), cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            yield
+    except BaseException:
+        # Up to torch 2.11, the allocator takes a capture whose end fails as going on for good, and then frees no memory
+        # any more. Of a capture that has ended it says that there is none.
+        memory, device = cuda.memory, cuda.current_device()
+        with suppress(RuntimeError, AttributeError):
+            end = getattr(memory, "_cuda_endAllocateToPool", None) or memory._cuda_endAllocateCurrentStreamToPool
+            end(device, pool)
+            memory._cuda_releasePool(device, pool)
+        raise
+
+
 class CudaGraphs:
     """Captures forwards as CUDA graphs that share one memory pool and one stream.
 
@@ -123,12 +148,7 @@ class CudaGraphs:
             cuda.empty_cache()  # what is free in torch is free on the device, and is measured as such
             free = cuda.mem_get_info(self._device)[0]
             graph = cuda.CUDAGraph()
-            # Other threads may allocate meanwhile, which the usual mode forbids. After a capture that has failed, the
-            # stream would stay the current one.
-            with (
-                cuda.stream(stream),
-                cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
-            ):
+            with capture(graph, self._pool, stream, cuda):
                 forward()
             return CudaGraph(graph, max(0, free - cuda.mem_get_info(self._device)[0]))
 
