@@ -154,7 +154,9 @@ class CudaGraphs:
 
     def restart(self) -> None:
         self._pool = self._cuda.graph_pool_handle()
-        self._cuda.empty_cache()
+        # Memory cannot be freed while another thread captures; where that is a capture of the user's own, it stays.
+        with _capturing, suppress(RuntimeError):
+            self._cuda.empty_cache()
 
 
 class Graphs:
