@@ -94,6 +94,10 @@ def test_what_was_measured_is_kept_and_the_rest_repeated(tmp_path: Path) -> None
     result = run(tmp_path, "--cell", "bandwidth", "--resume")
     assert result.exit_code != 0
     assert "was measured with gpu another, and this run has None; name another --out" in " ".join(result.output.split())
+    file.write_text(json.dumps({**kept, "conditions": {**kept["conditions"], "commit": "other"}}), encoding="utf-8")
+    result = run(tmp_path, "--cell", "bandwidth", "--resume")
+    assert "was measured with commit other, and this run has " in " ".join(result.output.split())
+    assert "done" in run(tmp_path, "--cell", "bandwidth").output
     file.write_text("{}", encoding="utf-8")
     assert "is no cell of this command" in " ".join(run(tmp_path, "--cell", "bandwidth", "--resume").output.split())
 
@@ -108,6 +112,41 @@ def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path) -> None:
     result = run(tmp_path / "file" / "folder", "--minutes", "0")
     assert result.exit_code != 0
     assert "cannot be written: Not a directory" in " ".join(result.output.split())
+
+
+def placed(out: Path, cost: str, **conditions: str | None) -> Path:
+    """The cell of an earlier run."""
+    own = {"versions": {"leapahead": "0"}, "cpu": "one", "gpu": None, "device": "cpu", "dtype": "float32"} | conditions
+    file = out / cost / "curve.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    row = {"engine": "captured", "milliseconds": {"1": 10.0, "64": 11.0}}
+    file.write_text(json.dumps({"cell": "curve", "cost": cost, "rows": [row], "conditions": own}), encoding="utf-8")
+    return file
+
+
+def test_what_is_measured_anew_is_removed_first(tmp_path: Path) -> None:
+    """What does not fit into the time keeps no figures of another GPU or another commit."""
+    old, other = placed(tmp_path, TINY, gpu="another", commit="other"), placed(tmp_path, "1b", commit="other")
+    assert run(tmp_path, "--cell", "bandwidth", "--minutes", "0").exit_code != 0
+    assert old.is_file()
+    result = run(tmp_path, "--minutes", "0")
+    assert result.exit_code == 0, result.output
+    assert not old.exists()
+    assert other.is_file()
+    assert (tmp_path / "curve.svg").is_file()
+    other.unlink()
+    assert run(tmp_path, "--minutes", "0").exit_code == 0
+    assert not (tmp_path / "curve.svg").exists()
+
+
+def test_cells_of_another_device_are_not_put_beside_those_of_this_one(tmp_path: Path) -> None:
+    other, own = placed(tmp_path, "1b", gpu="another"), placed(tmp_path, TINY)
+    for options in ([], ["--resume"], ["--cell", "bandwidth"]):
+        result = run(tmp_path, "--minutes", "0", *options)
+        assert result.exit_code != 0
+        words = " ".join(result.output.split())
+        assert f"{other.name} was measured with gpu another, and this run has None; name another --out" in words
+    assert own.is_file()
 
 
 def test_only_devices_are_measured_whose_work_can_be_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -84,7 +85,8 @@ def main(
 
     The models are stand-ins with the text of the bundled model at the cost of published ones, built in the device's
     memory. Each cell is written when it is done. What did not fit into the time is measured by the same command with
-    --resume. What cannot be measured here is left out with its reason.
+    --resume; without it, and without --cell, what an earlier run has found is removed first. What cannot be measured
+    here is left out with its reason.
     """
     require()
     settings = _settings(**values)
@@ -93,6 +95,7 @@ def main(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadParameter(f"--out {out} cannot be written: {error.strerror or error}") from None
+    _begin(out, labs, names, resume)
     clock = Clock(60 * minutes)
     late = 0
     for lab in labs:
@@ -134,7 +137,7 @@ def _chosen(lab: Lab, names: tuple[str, ...]) -> list[Cell]:
 
 def _measured(lab: Lab, cell: Cell, file: Path, clock: Clock, seconds: float, resume: bool) -> bool:
     """Measures a cell and writes its file; true where too little time is left."""
-    if resume and file.is_file() and "refused" not in _before(file, lab):  # for want of time, maybe
+    if resume and file.is_file() and "refused" not in report.read(file):  # for want of time, maybe
         return False
     if clock.left <= min(seconds, cell.seconds) / 2:
         return True
@@ -162,13 +165,23 @@ def _run(lab: Lab, cell: Cell, clock: Clock) -> Data:
         return {"refused": f"{type(error).__name__}: {first_line(error)}", "failed": True}
 
 
-def _before(file: Path, lab: Lab) -> Data:
-    """What an earlier run has written, on the same device: others' cells are not put beside those of this one."""
-    found, now = report.read(file), conditions(device=str(lab.device), dtype=lab.settings.dtype)
-    before = found["conditions"]
-    for what in ("gpu", "device", "dtype"):
-        if before.get(what) != now[what]:
+def _begin(out: Path, labs: list[Lab], names: tuple[str, ...], resume: bool) -> None:
+    """Removes the cells of an earlier run that this one measures anew, unless it resumes it or has cells by name.
+
+    Raises:
+        BadParameter: other cells are another device's, or another commit's if they are resumed: they are not put
+            beside those of this run.
+    """
+    now = conditions(device=str(labs[0].device), dtype=labs[0].settings.dtype)
+    costs = set() if names or resume else {lab.cost for lab in labs}
+    every = {file: report.read(file)["conditions"] for file in sorted(out.glob("*/*.json"))}
+    old = [file for file in every if file.parent.name in costs]
+    for (file, found), what in product(every.items(), ("gpu", "device", "dtype", *(["commit"] if resume else []))):
+        # The first cells that are written may change the checkout.
+        before, present = (str(each.get(what)).removesuffix("-dirty") for each in (found, now))
+        if file not in old and before != present:
             raise BadParameter(
-                f"{file} was measured with {what} {before.get(what)}, and this run has {now[what]}; name another --out"
+                f"{file} was measured with {what} {before}, and this run has {present}; name another --out"
             )
-    return found
+    for file in old:
+        file.unlink()

@@ -12,6 +12,7 @@ from leapahead.bench.conditions import Data
 from leapahead.core.errors import BadParameter, LeapaheadError
 from research.gpu import plots
 
+SUFFIXES = ("svg", "png")
 Cells = dict[str, dict[str, Data]]  # cost -> cell -> what was found
 NAMES = {
     "captured": "leapahead, captured forwards",
@@ -50,11 +51,14 @@ def write(folder: Path) -> list[Path]:
     path = folder / "report.md"
     try:
         path.write_text("\n\n".join(text(cells)) + "\n", encoding="utf-8")
+        for name in plots.FIGURES:  # an earlier run's, of what this one has not measured
+            for suffix in SUFFIXES:
+                (folder / f"{name}.{suffix}").unlink(missing_ok=True)
         figures = [
             each
             for name, draw in plots.FIGURES.items()
             if (data := plots.data(name, cells)) is not None
-            for each in base.save(draw, data, folder / name, ("svg", "png"))
+            for each in base.save(draw, data, folder / name, SUFFIXES)
         ]
     except OSError as error:
         raise LeapaheadError(f"{error.filename or path} cannot be written: {error.strerror or error}") from None
