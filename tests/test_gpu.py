@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -267,6 +268,42 @@ def test_compiled_forwards_are_measured_when_they_are_compiled(monkeypatch: pyte
         compiled(lab, Clock(60))
     with pytest.raises(Refused, match="no forward was compiled in the time that was left"):
         compiled(lab, Clock(0))
+
+
+@pytest.mark.slow
+def test_nothing_is_measured_beside_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the time ends while a forward is compiled."""
+    lab = Lab(TINY, settings(max_new_tokens=4, prompts=1))
+    speed, made, busy = lab.speed, list[Compiler](), list[bool]()
+
+    def slow(traced: Any, tensors: Any) -> Any:
+        sleep(0.5)
+        return traced
+
+    def compiler(tell: Callable[[str], None]) -> Compiler:
+        made.append(Compiler(slow, tell))
+        return made[0]
+
+    class UntilBusy(Clock):
+        def part(self, seconds: float) -> Clock:
+            return self
+
+        @property
+        def has_run_out(self) -> bool:
+            return made[0].is_busy
+
+    def watched(*given: Any, passes: int = 2) -> Any:
+        if passes == 2:
+            busy.append(made[0].is_busy)
+        found = speed(*given, passes=passes)
+        if passes == 2:
+            busy.append(made[0].is_busy)
+        return found
+
+    monkeypatch.setattr("research.gpu.cells.Compiler", compiler)
+    monkeypatch.setattr(lab, "speed", watched)
+    assert [row["drafter"] for row in compiled(lab, UntilBusy(60))["rows"]] == ["plain", "auto"]
+    assert busy == [False] * 4
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ TEMPERATURES = (0.0, 1.0)
 DRAFTERS: tuple[tuple[str, Data], ...] = (("plain", {}), ("auto", {}), ("lookahead", {"preset": "7b"}))
 COPIED = {"cuda": 2**31, "cpu": 2**26}  # bytes
 EXACT_DRAFTERS: tuple[tuple[str, Data], ...] = (("auto", {}), ("recycling", {}))
+LONGEST_COMPILATION = 60.0  # seconds, of one forward
 EXACT_BATCH = 8  # sequences, whose roots fill a forward of exact mode
 
 
@@ -83,14 +84,19 @@ def compiled(lab: Lab, clock: Clock) -> Data:
     executor.compiler = compiler = Compiler(tell=told.append)
     prompts = lab.prompts(lab.tasks[0], min(2, lab.settings.prompts))
     setting = Setting(max_new_tokens=max(lab.settings.max_new_tokens, LEAST_USES + 1))
+    try:
+        for parts, drafter in ((2, "plain"), (1, "auto")):
+            part = clock.part(clock.left / parts)
+            _compile_those_in_use(lab, drafter, prompts, setting, compiler, told, part)
+    finally:  # nothing is measured beside the compiler, here or in the cells that follow
+        compiler.close()
+        compiler.wait(LONGEST_COMPILATION)
+    if not any(line.startswith("compiled") for line in told):
+        raise Refused(compiler.problem or "no forward was compiled in the time that was left")
     rows: list[Data] = []
     for drafter in ("plain", "auto"):
-        _compile_those_in_use(lab, drafter, prompts, setting, compiler, told, clock.part(clock.left / (2 - len(rows))))
-        if not any(line.startswith("compiled") for line in told):
-            raise Refused(compiler.problem or "no forward was compiled in the time that was left")
         row, _ = lab.speed(COMPILED, drafter, {}, prompts, setting)
         rows.append({**row, "speed_up": row["tokens_per_second"] / (rows or [row])[0]["tokens_per_second"]})
-    compiler.close()
     return {"engine": COMPILED, "told": told, "rows": rows}
 
 
