@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from time import sleep
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from architectures import BY_NAME
 from helpers import GREEDY, PROMPT, Scattered, run
 from static_parts import recorded
+from torch._dynamo.device_interface import CudaInterface
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -22,9 +25,10 @@ from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import read_prompt
 from leapahead.models.transformers.model import TransformersTarget
+from leapahead.models.transformers.static import compiled
 from leapahead.models.transformers.static.compiled import Compiler, Traced, write_out
 from leapahead.models.transformers.static.executor import StaticExecutor, agree
-from leapahead.models.transformers.static.graphs import Calls
+from leapahead.models.transformers.static.graphs import Calls, capturing
 
 
 def target_with(compiler: Compiler, backend: Any = None, name: str = "llama") -> TransformersTarget:
@@ -216,6 +220,36 @@ def test_what_was_compiled_is_found_again_and_computes_with_other_weights(
     assert hits() > before
 
 
+def test_inductor_waits_for_the_device_between_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, asked = list[object](), Event()
+    monkeypatch.setattr(CudaInterface, "synchronize", staticmethod(log.append))
+    compiled.spare_captures.__wrapped__()
+
+    def waits() -> None:
+        asked.set()
+        CudaInterface.synchronize("cuda:0")
+
+    with ThreadPoolExecutor(1) as thread:
+        with capturing:
+            waiting = thread.submit(waits)
+            assert asked.wait(10)
+            sleep(0.1)
+            log.append("captured")
+        waiting.result()
+    assert log == ["captured", "cuda:0"]
+
+
+def test_a_compiler_for_gpus_spares_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    spared = list[bool]()
+    monkeypatch.setattr(compiled, "spare_captures", lambda: spared.append(True))
+    monkeypatch.setattr(compiled, "prepare", lambda: None)
+    monkeypatch.setattr(compiled, "inductor", lambda traced, tensors: traced)
+    compiler, numbers = Compiler(compiled.inductor, lambda line: None), torch.zeros(4)
+    compiler.order("key", "a row", lambda: numbers.add_(1), [numbers])
+    compiler.wait(10)
+    assert spared == [True]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -235,6 +269,7 @@ ENDING = """
 from threading import Event
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from leapahead.models.transformers.static import compiled
 from leapahead.models.transformers.static.compiled import Compiler
 
 begun = Event()

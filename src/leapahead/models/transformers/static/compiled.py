@@ -16,6 +16,7 @@ import ctypes
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from leapahead.core.errors import first_line
+from leapahead.models.transformers.static.graphs import capturing
 from leapahead.models.transformers.static.parts import compile_in_parts
 
 aten = torch.ops.aten
@@ -63,6 +65,21 @@ def prepare() -> None:
     from torch._inductor.loop_body import InterpreterShim
 
     InterpreterShim._dummy_gm()  # which keeps what it has traced
+
+
+@cache
+def spare_captures() -> None:
+    """Has Inductor wait for the whole device, as it does for every kernel that it loads up to torch 2.12, only while no
+    forward is captured: the compilation and the capture would both fail."""
+    from torch._dynamo.device_interface import CudaInterface
+
+    wait = CudaInterface.synchronize
+
+    def between_captures(device: Any = None) -> None:
+        with capturing:
+            wait(device)
+
+    CudaInterface.synchronize = staticmethod(between_captures)
 
 
 def write_out(traced: Any) -> None:
@@ -174,6 +191,7 @@ class Compiler:
             write_out(traced)
         if self._compile is inductor:
             prepare()
+            spare_captures()
         self._tell(f"compiling the forward of {what}, the {len(self._ordered)}. in use")
         self._thread = Thread(
             target=self._work, args=(key, what, traced, list(tensors)), name="leapahead compiler", daemon=True

@@ -83,7 +83,7 @@ class Calls:
 
 # Of a process, one capture at a time: what waits for the whole device, as the beginning of another capture does, is an
 # error while a stream of it is captured, in both threads.
-_capturing = Mutex()
+capturing = Mutex()
 
 
 class CudaGraph:
@@ -137,7 +137,7 @@ class CudaGraphs:
 
     def record(self, forward: Forward) -> Recording:
         cuda, stream = self._cuda, self._stream
-        with _capturing, cuda.device(self._device):
+        with capturing, cuda.device(self._device):
             # On the stream of the capture, since a library's workspace belongs to one stream.
             stream.wait_stream(cuda.current_stream())
             with cuda.stream(stream):
@@ -155,7 +155,7 @@ class CudaGraphs:
     def restart(self) -> None:
         self._pool = self._cuda.graph_pool_handle()
         # Memory cannot be freed while another thread captures; where that is a capture of the user's own, it stays.
-        with _capturing, suppress(RuntimeError):
+        with capturing, suppress(RuntimeError):
             self._cuda.empty_cache()
 
 
