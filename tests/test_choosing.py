@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from leapahead.core.sampling import Sampler, SamplingParams
+from leapahead.core.arrays import chosen_of
+from leapahead.core.noise import blocks
+from leapahead.core.sampling import UNSETTLED, Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.models.choices import Choices, Rows
 from leapahead.models.transformers import choosing
@@ -61,6 +64,100 @@ def test_they_are_those_of_each_row(name: str, dtype: torch.dtype, top_k: int) -
             np.testing.assert_array_equal(values, np.sort(rows.double().numpy(), axis=1)[:, ::-1][:, : values.shape[1]])
             np.testing.assert_array_equal(values, np.take_along_axis(rows.double().numpy(), tokens, axis=1))
             assert eager.top_k(1)[0].tolist() == tokens[:, :1].tolist()
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that a device computes, each of which takes its start there, whatever its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_best_of_a_row_is_numpys(dtype: torch.dtype) -> None:
+    """Of equal ones the first, and none where one is NaN or +inf, or all are -inf; in four operations."""
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        rows = random.integers(-3, 4, (40, int(random.integers(1, 70)))) * random.choice([1.0, 1e-3, 1e30])
+        odd = random.choice([np.nan, np.inf, -np.inf, -0.0], rows.shape, p=[0.05, 0.05, 0.7, 0.2])
+        rows = np.where(random.random(rows.shape) < random.choice([0.0, 0.05, 1.0], (40, 1)), odd, rows)
+        scores = torch.from_numpy(rows).to(dtype)
+        wide = scores.double().numpy()
+        best = [int(np.argmax(row)) if np.isfinite(row.max()) else -1 for row in wide]
+        with Launches() as launches:
+            found = chosen_of(scores)
+        assert launches.count <= 4
+        assert found.dtype == torch.int64
+        assert found.tolist() == best == chosen_of(wide).tolist() == [int(chosen_of(row[None])[0]) for row in wide]
+
+
+def test_noise_is_made_in_few_operations() -> None:
+    with Launches() as launches:
+        blocks(3, range(16), torch.arange(50))
+    assert launches.count <= 250
+
+
+ALIKE = {
+    "temperature": [SamplingParams(temperature=0.8, seed=seed) for seed in range(6)],
+    "one": [SamplingParams(temperature=1.0, seed=seed) for seed in range(6)],
+    "few": [SamplingParams(temperature=1.3, top_k=7, min_p=0.02, seed=seed) for seed in range(6)],
+    "top-p": [SamplingParams(temperature=1.3, top_k=3000, top_p=0.9, seed=seed) for seed in range(6)],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ALIKE)
+def test_sessions_with_the_same_filters_are_chosen_for_at_once(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same choices as one by one, also those that are left open, in fewer operations."""
+    vocabulary, generator = 5000, torch.Generator().manual_seed(1)
+    trees = [TokenTree.from_paths(7, [[1, 2], [3] * at]) for at in range(1, 7)]
+    together = torch.randn(sum(map(len, trees)), vocabulary, generator=generator).to(dtype)
+    together[::5] = 0  # whose top-p waits for the device
+    together[3, 9] = torch.nan
+    together[4] = -torch.inf
+    logits = list(together.split([len(tree) for tree in trees]))
+
+    texts = [list(range(3 * at)) for at in range(1, 7)]
+    given = zip(ALIKE[name], texts, strict=True)
+    samplers = [Sampler(params, text, vocabulary, torch.from_numpy, on_device=True) for params, text in given]
+
+    def one_by_one() -> torch.Tensor:
+        parts = zip(samplers, logits, trees, strict=True)
+        return torch.cat([each.choose(rows, tree, np.arange(len(tree)), settle=False) for each, rows, tree in parts])
+
+    expected = one_by_one()  # and the noise, which is kept
+    with Launches() as alone:
+        one_by_one()
+    with Launches() as at_once:
+        able, found = choosing._chosen(samplers, trees, logits, together)
+    assert (able, found.shape) == ([True] * 6, (len(together), 1))
+    assert torch.equal(found[:, 0], expected)
+    assert (UNSETTLED in found) == (name == "top-p")
+    assert at_once.count < alone.count / 4
+    monkeypatch.setattr(choosing, "MOST_ROWS", 9)
+    assert torch.equal(choosing._chosen(samplers, trees, logits, together)[1], found)
+
+
+def test_which_sessions_are_chosen_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those behind each other with the same filters, of up to so many rows, and no others."""
+    sampled, other = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3)
+    banned = SamplingParams(temperature=1.0, bad_words=((3,),))
+    params = [sampled, sampled, other, SamplingParams(), SamplingParams(), banned, banned, sampled, sampled, sampled]
+    samplers = [Sampler(each, [1], VOCABULARY, torch.from_numpy, on_device=True) for each in params]
+    logits = [torch.zeros(2, VOCABULARY)] * len(params)
+    monkeypatch.setattr(choosing, "MOST_ROWS", 5)
+    found = [list(range(len(params)))[each] for each in choosing._alike(samplers, logits)]
+    assert found == [[0, 1], [2], [3], [4], [5], [6], [7, 8], [9]]
+    trees = [TokenTree.chain(1, [2])] * len(params)
+    chosen = choosing.choose(samplers, trees, [torch.randn(2, VOCABULARY) for _ in params], 0)
+    assert all(each.tokens is not None for each in chosen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

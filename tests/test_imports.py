@@ -47,6 +47,7 @@ LAYERS = [
     "__main__",
 ]
 CORE = {  # modules of core, and which others of core they may import
+    "arrays": set[str](),
     "bad_words": set[str](),
     "bias": set[str](),
     "errors": set[str](),
@@ -61,6 +62,7 @@ CORE = {  # modules of core, and which others of core they may import
     "parameters": {"errors"},
     "processors": {"errors"},
     "sampling": {
+        "arrays",
         "bad_words",
         "errors",
         "filters",

@@ -182,12 +182,17 @@ class DeviceNoise:
 
     def at(self, positions: Sequence[int], like: Array) -> Array:
         """float32 [positions, vocab], on the device of the array `like`."""
+        found = self.rows(positions, like)
+        return found[0][None, :] if len(found) == 1 else array_namespace(like).stack(found)
+
+    def rows(self, positions: Sequence[int], like: Array) -> list[Array]:
+        """float32 [vocab] for each of the positions."""
         found = []
         for part, row in (divmod(position, self.together) for position in positions):
             if part not in self._kept:
                 self._kept[part] = self._made(range(part * self.together, (part + 1) * self.together), like)
             found.append(self._kept[part][row])
-        return found[0][None, :] if len(found) == 1 else array_namespace(like).stack(found)
+        return found
 
     def drop_before(self, before: int) -> None:
         """Drops what is kept of positions below `before`."""
@@ -215,20 +220,21 @@ def blocks(seed: int, positions: range, counters: Array) -> Array:
     """
     xp = array_namespace(counters)
     places = xp.arange(positions.start, positions.stop, device=device(counters))[:, None]
+    rounds = xp.arange(ROUNDS, device=device(counters))[:, None, None]
+    of_seed = xp.zeros_like(places) + (rounds * _signed(KEY_STEPS[0]) + _signed(seed))
+    keys = xp.stack((of_seed, places + rounds * _signed(KEY_STEPS[1])), axis=1)  # [rounds, 2, positions, 1]
 
     def pair(numbers: Sequence[int]) -> Array:
         """int64 [2, 1, 1]."""
         return xp.stack([xp.full((1, 1), number, dtype=xp.int64, device=device(counters)) for number in numbers])
 
     low, high = pair([m & LOW for m in MULTIPLIERS]), pair([m >> 32 for m in MULTIPLIERS])
+    whole = pair([_signed(m) for m in MULTIPLIERS])
     even = xp.stack((counters + 1, xp.zeros_like(counters)))[:, None, :]  # numbers 0 and 2 of each block
-    odd = xp.zeros_like(even)  # numbers 1 and 3
+    odd = xp.zeros_like(even)  # numbers 3 and 1
     for r in range(ROUNDS):
-        of_seed = xp.full_like(places, _signed(seed + r * KEY_STEPS[0]))
-        key = xp.stack((of_seed, places + _signed(r * KEY_STEPS[1])))
-        upper, lower = _product(even, low, high)
-        even, odd = xp.flip(upper, axis=0) ^ odd ^ key, xp.flip(lower, axis=0)
-    numbers = xp.stack((even[0], odd[0], even[1], odd[1]), axis=-1)  # [positions, counters, 4]
+        even, odd = xp.flip(_upper(even, low, high) ^ odd, axis=0) ^ keys[r], even * whole
+    numbers = xp.stack((even[0], odd[1], even[1], odd[0]), axis=-1)  # [positions, counters, 4]
     halves = xp.stack((numbers & LOW, (numbers >> 32) & LOW), axis=-1)
     return xp.reshape(halves, (len(positions), -1))
 
@@ -238,10 +244,9 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-def _product(x: Array, low: Array, high: Array) -> tuple[Array, Array]:
-    """The upper and lower 64 bits of `x * (high * 2**32 + low)`, as unsigned numbers in int64."""
+def _upper(x: Array, low: Array, high: Array) -> Array:
+    """The upper 64 bits of `x * (high * 2**32 + low)`, as unsigned numbers in int64."""
     x_low, x_high = x & LOW, (x >> 32) & LOW
     carry = high * x_low + ((low * x_low >> 32) & LOW)
     middle = low * x_high + (carry & LOW)
-    upper = high * x_high + ((carry >> 32) & LOW) + ((middle >> 32) & LOW)
-    return upper, x * ((high << 32) + low)
+    return high * x_high + ((carry >> 32) & LOW) + ((middle >> 32) & LOW)

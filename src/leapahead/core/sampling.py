@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from array_api_compat import array_namespace, device, is_torch_array
+from array_api_compat import array_namespace
 
+from leapahead.core.arrays import chosen_of, floats, on_host
 from leapahead.core.bad_words import BadWords
 from leapahead.core.errors import BadLogits, BadParameter
 from leapahead.core.filters import floors
@@ -205,6 +206,12 @@ class Sampler:
         """Whether a choice is the argmax of its row of logits, whatever the tree and the text."""
         return self.noise is None and self._plain_rows
 
+    @property
+    def alike(self) -> object:
+        """Equal for samplers whose rows are chosen by the same operations, see `choose_together`; None for others."""
+        p = self.params
+        return (p.temperature, p.top_k, p.top_p, p.min_p) if self._device_noise and self._plain_rows else None
+
     def choose(
         self, logits: Array, tree: TokenTree, nodes: IntArray, length: int | None = None, settle: bool = True
     ) -> Array:
@@ -223,25 +230,25 @@ class Sampler:
             scores the lowest id is chosen.
         """
         if self.takes_argmax:
-            return _best(self._from_target(logits))  # nothing to change, so nothing to copy
+            return chosen_of(self._from_target(logits))  # nothing to change, so nothing to copy
         length = len(self.tokens) if length is None else length
         if self._takes_leader and len(logits) == 1 and isinstance(logits, np.ndarray):  # with the fewest operations
             assert self.noise is not None
-            scores = _floats(logits[0], copy=False)
+            scores = floats(logits[0], copy=False)
             if self.params.temperature != 1:
                 with np.errstate(all="ignore"):
                     scores = self._tempered(scores)
             return self._to_array(np.array([self.noise.leader(length + tree.depth_list[int(nodes[0])], scores)]))
         scores = self.unfiltered(logits, tree, nodes, length)
         if self.noise is None:
-            return _best(scores) if self._on_device else self._to_array(_best(_on_host(scores)))
+            return chosen_of(scores) if self._on_device else self._to_array(chosen_of(on_host(scores)))
         positions = [length + tree.depth_list[node] for node in nodes.tolist()]
         with np.errstate(all="ignore"):  # bad logits are reported once, by `checked`
             if self._device_noise is not None:
-                return self._sampled_on_device(scores, positions, settle)
+                return self._sampled_on_device(scores, self._device_noise.at(positions, scores), settle)
             lowest = self._floors(scores)[0]
             least = [None] * len(positions) if lowest is None else lowest[:, 0].tolist()
-            drawn = map(self._sampled, _on_host(scores), least, positions)
+            drawn = map(self._sampled, on_host(scores), least, positions)
             return self._to_array(np.fromiter(drawn, np.int64, len(positions)))
 
     def _sampled(self, scores: FloatArray, floor: float | None, position: int) -> int:
@@ -261,13 +268,12 @@ class Sampler:
         some = np.flatnonzero(scores >= floor)
         return int(some[0] if len(some) == 1 else some[np.argmax(scores[some] + self.noise.of(position, some))])
 
-    def _sampled_on_device(self, scores: Array, positions: list[int], settle: bool) -> Array:
-        assert self._device_noise is not None
+    def _sampled_on_device(self, scores: Array, noise: Array, settle: bool) -> Array:
         xp = array_namespace(scores)
         floor, settled = self._floors(scores, settle)
         if floor is not None:
             scores = xp.where(scores < floor, -math.inf, scores)
-        chosen = _best(scores + self._device_noise.at(positions, scores))
+        chosen = chosen_of(scores + noise)
         return chosen if settled is None else xp.where(settled, chosen, UNSETTLED)
 
     def _floors(self, scores: Array, settle: bool = True) -> tuple[Array, Array]:
@@ -286,7 +292,7 @@ class Sampler:
 
     def unfiltered(self, logits: Array, tree: TokenTree, nodes: IntArray, length: int) -> Array:
         """float32 or float64 [rows, vocab], the scores before top-k, top-p and min-p; perhaps the logits themselves."""
-        scores = _floats(self._from_target(logits), copy=not self._plain_rows)
+        scores = floats(self._from_target(logits), copy=not self._plain_rows)
         if not self._plain_rows:
             paths = [tree.path_tokens(node) for node in nodes.tolist()]
             if len(self._bad_words.always):
@@ -331,7 +337,7 @@ class Sampler:
                 prefixes = np.stack([np.concatenate([committed, np.array(path, dtype=np.int64)]) for path in paths])
                 given = scores if len(rows) == len(nodes) else scores[self._to_array(rows)]
                 # A copy of several, since it may be an array that the processor writes to again.
-                found.append(_floats(processed(processor, self._to_array(prefixes), given), copy=given is not scores))
+                found.append(floats(processed(processor, self._to_array(prefixes), given), copy=given is not scores))
             # The type that it returns counts with and without a draft, so that the choice does not depend on one.
             scores = found[0] if len(found) == 1 else xp.concat(found)[self._to_array(np.argsort(np.hstack(groups)))]
         # A processor may return an array that it keeps, or a view that repeats one row: it must not be written to.
@@ -362,6 +368,21 @@ class Sampler:
         return scores
 
 
+def choose_together(samplers: Sequence[Sampler], trees: Sequence[TokenTree], logits: Array) -> Array:
+    """What each sampler would choose after all nodes of its tree without settling, in as few operations as for one.
+
+    Args:
+        samplers, trees: one for each session; the samplers are `alike`.
+        logits: float [rows of all sessions, vocab].
+    """
+    scores = samplers[0]._tempered(floats(samplers[0]._from_target(logits), copy=False))
+    noise = list[Array]()
+    for sampler, tree in zip(samplers, trees, strict=True):
+        assert sampler._device_noise is not None
+        noise += sampler._device_noise.rows([len(sampler.tokens) + depth for depth in tree.depth_list], scores)
+    return samplers[0]._sampled_on_device(scores, array_namespace(scores).stack(noise), settle=False)
+
+
 def checked(chosen: Sequence[int] | IntArray, where: str) -> IntArray:
     """`chosen` as int64 on the host.
 
@@ -374,27 +395,3 @@ def checked(chosen: Sequence[int] | IntArray, where: str) -> IntArray:
             "for the logits processor, bad word, penalty or grammar that bans every token"
         )
     return np.asarray(chosen, dtype=np.int64)
-
-
-def _floats(logits: Array, copy: bool) -> Array:
-    """Logits as float32, or float64 where they are: a new array if `copy`, or if they have another type."""
-    if isinstance(logits, np.ndarray):  # without what finds the library: it takes longer, and imports all of numpy
-        return logits.astype(np.float64 if logits.dtype == np.float64 else np.float32, copy=copy)
-    xp = array_namespace(logits)
-    return xp.astype(logits, logits.dtype if logits.dtype == xp.float64 else xp.float32, copy=copy)
-
-
-def _on_host(scores: Array) -> FloatArray:
-    """Scores in the host's memory as a numpy array."""
-    return np.asarray(scores.detach() if is_torch_array(scores) else scores)
-
-
-def _best(scores: Array) -> Array:
-    """int64 [rows]: the argmax, the lowest of equals; -1 where the best is not finite."""
-    if len(scores) == 1 and isinstance(scores, np.ndarray):  # the fast path of plain decoding
-        best = int(scores[0].argmax())
-        return np.array([best if math.isfinite(scores[0, best]) else -1])
-    xp = array_namespace(scores)
-    chosen = xp.argmax(scores, axis=-1)
-    best = scores[xp.arange(len(chosen), device=device(scores)), chosen]
-    return xp.where(xp.isfinite(best), chosen, -1)  # argmax gives a NaN or +inf if there is one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from leapahead.core.sampling import UNSETTLED, Sampler
+from leapahead.core.sampling import UNSETTLED, Sampler, choose_together
 from leapahead.core.tree import IntArray, TokenTree
 from leapahead.models.choices import FloatArray, Rows
 from leapahead.models.transformers.forward import Outputs
@@ -29,6 +29,7 @@ class Chosen(NamedTuple):
 
 
 NOT_YET = Chosen()
+MOST_ROWS = 128  # that choices are made after at once, since some filters need several arrays of the size of the logits
 
 
 def divided(tree: TokenTree, first: int, outputs: Outputs) -> tuple[Outputs, tuple[Rows, ...]]:
@@ -77,8 +78,15 @@ def _chosen(
         nodes = np.arange(len(together))
         chosen: Tensor = samplers[0].choose(together, trees[0], nodes)
         return [True] * len(samplers), chosen[:, None]
-    able, found = list[bool](), list[Tensor]()
-    for sampler, tree, rows in zip(samplers, trees, logits, strict=True):
+    able, found, row = list[bool](), list[Tensor](), 0
+    for some in _alike(samplers, logits):
+        rows = together[row : row + sum(map(len, logits[some]))]
+        row += len(rows)
+        if len(samplers[some]) > 1:
+            found.append(choose_together(samplers[some], trees[some], rows))
+            able += [True] * len(samplers[some])
+            continue
+        sampler, tree = samplers[some][0], trees[some][0]
         processors = sampler.params.processors
         try:
             found.append(sampler.choose(rows, tree, np.arange(len(tree)), settle=bool(processors)))
@@ -89,6 +97,18 @@ def _chosen(
             found.append(torch.full((len(tree),), UNSETTLED, device=rows.device))
             able.append(False)
     return able, torch.cat(found)[:, None]
+
+
+def _alike(samplers: Sequence[Sampler], logits: Sequence[Tensor]) -> Iterator[slice]:
+    """All sessions, those behind each other together whose choices are made together."""
+    begin, rows = 0, 0
+    for end in range(1, len(samplers) + 1):
+        rows += len(logits[end - 1])
+        known = samplers[end - 1].alike
+        is_last = end == len(samplers) or known is None or samplers[end].alike != known
+        if is_last or rows + len(logits[end]) > MOST_ROWS:
+            yield slice(begin, end)
+            begin, rows = end, 0
 
 
 def _settled(tokens: IntArray, sampler: Sampler, tree: TokenTree, logits: Tensor) -> IntArray:
