@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import BY_NAME
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leapahead.core.arrays import chosen_of
@@ -15,6 +16,7 @@ from leapahead.core.sampling import UNSETTLED, Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.models.choices import Choices, Rows
 from leapahead.models.transformers import choosing
+from leapahead.models.transformers.model import TransformersTarget
 
 VOCABULARY = 50
 
@@ -207,6 +209,27 @@ def test_there_is_one_copy_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
             choosing.choose(samplers, trees, logits, top_k=3)
         assert copies == [(sum(map(len, trees)), 1 + 2 * 3)]
         copies.clear()
+
+
+def test_nothing_waits_for_a_copy_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With penalties, bans or a grammar, the copies are made while the forward runs."""
+    target = TransformersTarget(BY_NAME["llama"].build())
+    log = list[object]()
+
+    def to(self: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        log.append((device.type, tuple(self.shape), non_blocking))
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: log.append("pinned") or self)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(target, "device", torch.device("cuda"))
+    monkeypatch.setattr(target, "_on_host", False)
+    target._sampler(SamplingParams(bad_words=((3,), (4,))), [1])
+    assert log == ["pinned", ("cuda", (2,), True)]
+    log.clear()
+    choosing.to_device(np.zeros(0), torch.device("cuda"))
+    choosing.to_device(np.zeros(1), torch.device("cpu"))
+    assert log == [("cuda", (0,), False), ("cpu", (1,), False)]
 
 
 class OnMps(torch.Tensor):

@@ -32,6 +32,18 @@ NOT_YET = Chosen()
 MOST_ROWS = 128  # that choices are made after at once, since some filters need several arrays of the size of the logits
 
 
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A copy of an array on a device, for which nothing waits on CUDA.
+
+    A copy from usual memory would wait for all that the device has to do before, as a whole forward. Pinned memory is
+    given to others by torch only when the copy from it is made.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda" or not tensor.numel():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def divided(tree: TokenTree, first: int, outputs: Outputs) -> tuple[Outputs, tuple[Rows, ...]]:
     """The rows of a tree's nodes from `first` on, and those of each of its probes."""
     if not tree.probes:

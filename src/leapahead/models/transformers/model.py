@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from threading import RLock
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import transformers
 from torch import Tensor
@@ -381,10 +381,7 @@ class TransformersTarget:
         vocab_size = self.info.vocab_size
         if self._on_host and not params.processors:  # a user's processor is written for tensors
             return Sampler(params, tokens, vocab_size, from_target=choosing.host_logits)
-
-        def to_array(array: npt.NDArray[Any]) -> Tensor:
-            return torch.from_numpy(array).to(self.device)
-
+        to_array = partial(choosing.to_device, device=self.device)
         return Sampler(params, tokens, vocab_size, to_array, on_device=not self._on_host)
 
     def _tested_executor(
