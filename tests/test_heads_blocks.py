@@ -6,9 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import heads
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -21,6 +23,7 @@ from leapahead.drafters.heads.config import DFlashConfig, HeadConfig
 from leapahead.drafters.heads.dflash import DFlash
 from leapahead.drafters.heads.dflash2 import Selector
 from leapahead.drafters.heads.dflash_head import DFlashText
+from leapahead.models.choices import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:the head")  # which may take as long as the tiny model
 
@@ -252,6 +255,41 @@ def test_dspark_adds_a_bias_of_the_token_before(tmp_path: Path) -> None:
     gate = named["markov_head.gate_proj.weight"] @ torch.cat((state, w1)) + named["markov_head.gate_proj.bias"]
     expected = module.lm_head(state) + named["markov_head.markov_w2.weight"] @ (gate.sigmoid() * w1)
     torch.testing.assert_close(module.one(state, token), expected)
+
+
+@pytest.mark.parametrize("depths", [1, 4])
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_dspark_waits_for_the_device_once(is_mapped: bool, depths: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the tokens of all depths, those that are followed at each of which are the likeliest of the depth before."""
+    head: Any = object.__new__(dflash_head.DFlashHead)
+    random = torch.Generator().manual_seed(0)
+    bias = torch.randn(60, 30, generator=random)  # of a token of the target's vocabulary
+    head.config = SimpleNamespace(depths=depths)
+    head.module = SimpleNamespace(after=lambda logits, states, tokens: logits + bias[tokens])
+    head.device, head._ids = torch.device("cpu"), np.arange(30) * 2 + 1 if is_mapped else None
+    logits, last = torch.randn(depths, 30, generator=random), torch.tensor(5)
+    expected, rows = [(0,)], [logits[:1] + bias[5]]
+    scores = rows[0].log_softmax(-1)
+    for depth in range(1, depths):
+        values, some = scores.amax(0).topk(dflash_head.FOLLOWED)
+        tokens = head.target_ids(some.numpy())
+        expected += [(depth, token) for token in tokens.tolist()]
+        rows.append(logits[depth] + bias[torch.from_numpy(tokens)])
+        scores = values[:, None] + rows[-1].log_softmax(-1)
+    reads, own = list[tuple[int, ...]](), torch.Tensor.tolist
+
+    def tolist(self: torch.Tensor) -> Any:
+        reads.append(tuple(self.shape))
+        return own(self)
+
+    with monkeypatch.context() as patch:
+        for name in ("cpu", "numpy"):
+            patch.setattr(torch.Tensor, name, None)  # calling it would fail
+        patch.setattr(torch.Tensor, "tolist", tolist)
+        found = head._chained(logits, torch.zeros(depths, 3), last)
+    assert reads == ([(depths - 1, dflash_head.FOLLOWED)] if depths > 1 else [])
+    assert found.keys == expected
+    np.testing.assert_array_equal(found.rows.top_k(30)[0], Rows(torch.cat(rows)).top_k(30)[0])
 
 
 def test_a_new_hydra_reads_the_tokens_of_its_path(tmp_path: Path) -> None:

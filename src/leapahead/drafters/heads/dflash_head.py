@@ -12,6 +12,7 @@ JetSpec (2606.18394) is DFlash whose rows see only those before them in the bloc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -153,17 +154,21 @@ class DFlashHead(CachedHead):
         Args:
             logits: float [depths, draft vocabulary], without the bias.
         """
-        keys: list[Key] = [(0,)]
-        rows = [self.module.after(logits[:1], states[:1], last[None])]
+        rows, followed = [self.module.after(logits[:1], states[:1], last[None])], list[Tensor]()
         scores = rows[0].log_softmax(-1)
         for depth in range(1, self.config.depths):
             best = scores.amax(0).topk(min(FOLLOWED, scores.shape[1]))
-            tokens = self.target_ids(best.indices.cpu().numpy())
-            keys += [(depth, token) for token in tokens.tolist()]
-            before = torch.from_numpy(tokens).to(self.device)
-            rows.append(self.module.after(logits[depth], states[depth], before))
+            followed.append(best.indices if self._device_ids is None else self._device_ids[best.indices])
+            rows.append(self.module.after(logits[depth], states[depth], followed[-1]))
             scores = best.values[:, None] + rows[-1].log_softmax(-1)
+        tokens = torch.stack(followed).tolist() if followed else []  # the one time that the device is waited for
+        keys: list[Key] = [(0,), *((depth, token) for depth, some in enumerate(tokens, 1) for token in some)]
         return Drafted(keys, Rows(torch.cat(rows)))
+
+    @cached_property
+    def _device_ids(self) -> Tensor | None:
+        """The target's ids of the tokens of the head's vocabulary, on its device; None where they are the same."""
+        return None if self._ids is None else torch.from_numpy(self._ids).to(self.device)
 
 
 class Candidates(Rows):
