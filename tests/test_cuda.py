@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 DEVICE = "cuda"
 SAMPLED = SamplingParams(temperature=0.8, seed=3, top_p=0.9)
+DRAFTERS = ("lookahead", "recycling", "suffix", "prompt_lookup", "auto")
 TREES = [each for each in EVERY if each.expect == "tree" and each.installed]
 
 
@@ -64,7 +65,7 @@ def test_families(architecture: Architecture) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("name", ["lookahead", "recycling", "suffix", "prompt_lookup", "auto"])
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_the_text_is_plain_decodings_without_graphs(
     captured: TransformersTarget, usual: TransformersTarget, name: str, params: SamplingParams
 ) -> None:
