@@ -21,7 +21,9 @@ from test_cuda import SAMPLED, TREES, captured, usual  # noqa: F401  # fixtures 
 
 from leapahead import LLM, Grammar, hf
 from leapahead.core.sampling import SamplingParams
+from leapahead.core.tree import TokenTree
 from leapahead.models import loading
+from leapahead.models.base import read_prompt
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.static.executor import StaticExecutor
 
@@ -312,3 +314,17 @@ def test_a_step_copies_its_inputs_and_its_choices(
         assert len(device.to_host) - reads == found.stats.steps, device.to_host[reads:]
         moves = 1  # of the text before, whose last draft was accepted in part
         assert len(device.to_device) - writes <= found.stats.steps + moves, device.to_device[writes:]
+
+
+def test_rows_are_exchanged_on_the_device(device: SimulatedDevice, usual: TransformersTarget) -> None:  # noqa: F811
+    sessions = [usual.open(PROMPT, GREEDY) for _ in range(3)]
+    for session in sessions:
+        read_prompt(usual, session)
+    copies = []
+    for some in (sessions[:2], sessions[1:], sessions[::2]):  # neighbours, and rows that are none
+        before = len(device.to_device)
+        usual.step(some, [TokenTree.root(PROMPT[-1])] * 2)
+        copies.append(len(device.to_device) - before)
+    assert copies[2] <= min(copies[:2])
+    for session in sessions:
+        session.close()

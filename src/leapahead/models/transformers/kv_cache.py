@@ -298,8 +298,8 @@ class KVCache(Cache):  # type: ignore[misc]
         lengths = one.length, other.length
         one.length = other.length = 0  # an interrupt between two groups leaves nothing valid in either row
         for group in self.groups:
-            part = group.entries[:, :, :, :extent]
-            part[:, [one.index, other.index]] = part[:, [other.index, one.index]]
+            here, there = (group.entries[:, row.index, :, :extent] for row in (one, other))
+            here[:], there[:] = there, here.clone()  # a list of both as an index would be copied to the device
         one.index, other.index = other.index, one.index
         self.rows[one.index], self.rows[other.index] = one, other
         one.length, other.length = lengths
