@@ -24,6 +24,7 @@ from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.models import loading
 from leapahead.models.base import read_prompt
+from leapahead.models.choices import Rows
 from leapahead.models.transformers.model import TransformersTarget
 from leapahead.models.transformers.static.executor import StaticExecutor
 
@@ -314,6 +315,18 @@ def test_a_step_copies_its_inputs_and_its_choices(
         assert len(device.to_host) - reads == found.stats.steps, device.to_host[reads:]
         moves = 1  # of the text before, whose last draft was accepted in part
         assert len(device.to_device) - writes <= found.stats.steps + moves, device.to_device[writes:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_likeliest_tokens_are_one_copy(device: SimulatedDevice, dtype: torch.dtype) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    there = Rows(logits.to(DEVICE))
+    before = len(device.to_host)
+    tokens, values = there.top_k(4)
+    assert len(device.to_host) == before + 1
+    own = logits.topk(4)
+    assert (tokens.tolist(), values.tolist()) == (own.indices.tolist(), own.values.tolist())
+    assert (str(tokens.dtype), str(values.dtype)) == ("int64", "float64")
 
 
 def test_rows_are_exchanged_on_the_device(device: SimulatedDevice, usual: TransformersTarget) -> None:  # noqa: F811

@@ -11,7 +11,7 @@ from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
-from array_api_compat import is_torch_array
+from array_api_compat import array_namespace, is_torch_array
 
 from leapahead.core.errors import BadLogits, BadParameter, LeapaheadError, Refused
 from leapahead.core.filters import largest_at
@@ -315,7 +315,9 @@ def best(rows: Array, k: int) -> tuple[IntArray, FloatArray]:
     if is_torch_array(rows):
         if rows.device.type != "cpu":  # its own selection, and one transfer of 2 k numbers a row
             values, tokens = rows.topk(k, dim=-1)
-            return tokens.cpu().numpy(), values.cpu().double().numpy()  # MPS has no float64
+            values = values if values.dtype.itemsize >= 4 else values.float()  # which holds every token id, too
+            both = array_namespace(rows).stack((tokens.to(values.dtype), values)).cpu().numpy()
+            return both[0].astype(np.int64), both[1].astype(np.float64)  # here, since MPS has no float64
         rows = (rows if rows.dtype.itemsize >= 4 else rows.float()).detach().numpy()
     tokens, values = largest_at(rows, k)
     return tokens, values.astype(np.float64)
