@@ -246,7 +246,8 @@ def test_the_text_with(name: str, llms: tuple[LLM, LLM]) -> None:
         np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", mostly_slow(DRAFTS, "head"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.filterwarnings("ignore:the head", "ignore:the draft model")  # they take as long as the tiny model
 def test_the_text_with_drafts_of(name: str, tiny_folder: Path, tmp_path: Path, tiny_model: Any) -> None:
     options = dict(DRAFTS[name])
@@ -315,6 +316,23 @@ def test_a_step_copies_its_inputs_and_its_choices(
         assert len(device.to_host) - reads == found.stats.steps, device.to_host[reads:]
         moves = 1  # of the text before, whose last draft was accepted in part
         assert len(device.to_device) - writes <= found.stats.steps + moves, device.to_device[writes:]
+
+
+@pytest.mark.filterwarnings("ignore:the head")
+def test_a_forward_of_a_head_copies_its_inputs_and_its_candidates(
+    device: SimulatedDevice, tiny_folder: Path, tmp_path: Path, tiny_model: Any
+) -> None:
+    head = str(heads.write(tmp_path, "eagle3", tiny_model.config.vocab_size))
+    with LLM(str(tiny_folder), device=DEVICE, drafter="head", nodes=6, head=head) as llm:
+        plain = llm.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True, drafter="plain")
+        llm.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True)
+        reads, writes = len(device.to_host), len(device.to_device)
+        found = llm.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True)
+    assert found.tokens == plain.tokens
+    forwards = 2 * found.stats.steps  # one of each of the two models
+    assert found.stats.drafted > 0
+    assert len(device.to_host) - reads <= forwards
+    assert len(device.to_device) - writes <= forwards + 4, device.to_device[writes:]  # and those of the prompt
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -133,8 +133,8 @@ class RowHead(CachedHead):
         """The outputs of the rows of each part, float [rows, hidden_size]; their keys and values are in the caches."""
 
         attend = attention([Span(part.text, part.begin, len(part.tokens), part.mask) for part in parts])
-        tokens = torch.tensor([[token for part in parts for token in part.tokens]], device=self.device)
-        positions = torch.tensor([[position for part in parts for position in part.positions]], device=self.device)
+        numbers = [pair for part in parts for pair in zip(part.tokens, part.positions, strict=True)]
+        tokens, positions = torch.tensor(numbers, device=self.device).T[:, None]  # in one copy
         states = torch.cat([part.states for part in parts])[None]
         found = self.module(tokens, states, positions, attend)[0]
         return [*torch.split(found, [len(part.tokens) for part in parts])]
