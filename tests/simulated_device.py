@@ -409,6 +409,7 @@ def simulated_device() -> Iterator[SimulatedDevice]:
             aten.impl(each.name().removeprefix("aten::"), partial(device.dispatch, each), "CUDA")
         aten.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
         patch.setattr(torch, "zeros", zeros_anywhere)
+        patch.setattr(Tensor, "pin_memory", lambda tensor: device.pinned(tensor.clone()))
         names = "CUDAGraph current_stream set_stream stream device synchronize empty_cache mem_get_info graph Stream"
         for name in [*names.split(), "graph_pool_handle"]:
             patch.setattr(torch.cuda, name, getattr(device, name))

@@ -174,7 +174,7 @@ def test_exact_mode(tiny: None, dtype: str) -> None:
 
 
 @pytest.mark.slow
-def test_exact_mode_in_batches_and_beyond_a_block(tiny: None) -> None:
+def test_exact_mode_in_batches_and_beyond_a_block() -> None:
     test_cuda.test_exact_mode_in_batches_and_beyond_a_block()
 
 

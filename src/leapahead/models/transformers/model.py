@@ -177,7 +177,6 @@ class TransformersTarget:
             exact=exact,
             tuned_from=families.tuned_from(model.config),
             mask_token=families.mask_token(model.config),
-            suppressed=families.suppressed(model, vocab_size),
         )
         self.max_nodes = self.executor.step_rows if isinstance(self.executor, ExactExecutor) else UNLIMITED
         self.max_leaves = 1 if isinstance(self.executor, ReplayExecutor) and not self.executor.masked else UNLIMITED
@@ -201,7 +200,9 @@ class TransformersTarget:
         return found
 
     def _information(self, **known: Any) -> TargetInfo:
-        return TargetInfo(**known, no_drafts=executors.no_drafts(self.model, self.executor, self.refusals))
+        banned = families.suppressed(self.model, known["vocab_size"])
+        no_drafts = executors.no_drafts(self.model, self.executor, self.refusals)
+        return TargetInfo(**known, no_drafts=no_drafts, suppressed=banned)
 
     def open(
         self,
