@@ -253,7 +253,7 @@ def test_metrics_have_vllm_s_names_and_add_up() -> None:
 
 
 def test_the_steps_of_a_long_text_are_counted_at_once() -> None:
-    metrics = Metrics("model", float, float, float)
+    metrics = Metrics("model", float, float, float, int)
     gaps = [0.0005, 0.001, 0.002, 0.05, 0.06, 0.3, 9.0, 20.0] * 12_500
     handle = Handle(SimpleNamespace(), finish_reason="stop", times=[1.0, *(1.0 + np.cumsum(gaps))])
     began = time.process_time()

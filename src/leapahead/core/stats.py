@@ -41,6 +41,7 @@ class Stats:
         nodes: tree nodes that went through the target, roots included.
         drafted: the same without the roots.
         accepted: committed tokens that had been drafted.
+        preemptions: how often it gave its part of the full KV cache to others; its text was read again then.
         replayed: committed tokens that steps read once more, since a recurrent state could not discard a draft.
         drafted_by: source -> nodes drafted.
         accepted_by: source -> nodes accepted.
@@ -58,6 +59,7 @@ class Stats:
     nodes: int = 0
     drafted: int = 0
     accepted: int = 0
+    preemptions: int = 0
     replayed: int = 0
     drafted_by: Tally[str] = field(default_factory=Tally)
     accepted_by: Tally[str] = field(default_factory=Tally)
@@ -117,6 +119,7 @@ class Stats:
             "acceptance_length": round(self.acceptance_length, 4),
             "drafted": self.drafted,
             "accepted": self.accepted,
+            "preemptions": self.preemptions,
             "replayed": self.replayed,
             "acceptance_rate": round(self.acceptance_rate, 4),
             "nodes_per_step": round(self.nodes_per_step, 3),

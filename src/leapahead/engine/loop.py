@@ -70,13 +70,13 @@ class Running:
     Attributes:
         capture: what its steps read of a forward beside the choices.
         error: what ends it, once something has failed.
+        ended: whether the drafter was told that its text is over.
     """
 
     def __init__(self, target: Target, session: Session, handle: Handle, tokenizer: Tokenizer | None = None) -> None:
         self.target, self.session, self.handle = target, session, handle
         request = handle.request
-        self.drafter, self.stats = request.drafter, handle.stats
-        self.capture = self.drafter.capture
+        self.drafter, self.stats, self.capture = request.drafter, handle.stats, request.drafter.capture
         if request.logprobs is not None or request.acceptance is not None:
             self.capture |= Capture(logits=True)
         decoder, given = target.info.decoder, (request.drafter_cache, request.prediction, request.owner)
@@ -87,7 +87,7 @@ class Running:
         longest = min(target.info.context_length, cached + 1)  # the last token of a text needs no room in the KV cache
         self.stopper = Stopper(request.stop, session.tokens, longest, text, self._complete())
         self.error: BaseException | None = None
-        self._ending = False
+        self.ended = False
 
     def _complete(self) -> Callable[[Sequence[int]], bool] | None:
         """Whether the grammar, if there is one, allows nothing after these tokens, which follow the committed ones."""
@@ -246,8 +246,8 @@ class Running:
     def close(self) -> None:
         """Ends the text: the drafter keeps what it teaches, the cache rows are released. Again after an interrupt."""
         try:
-            if not self._ending:
-                self._ending = True
+            if not self.ended:
+                self.ended = True
                 if self.error is None:
                     self.drafter.finish(self.view)
                 self.stats.drafter = self.drafter.figures(self.view)

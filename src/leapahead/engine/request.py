@@ -186,7 +186,7 @@ class Handle:
             tokens: that the text follows: the prompt's, or the decoder's of an encoder-decoder model.
             unread: so many tokens of the prompt are still to be read, the last one apart.
         """
-        self.before, self.opened = tokens[-Detokenizer.KEPT :], perf_counter()
+        self.before, self.opened = tokens[-Detokenizer.KEPT :], self.opened or perf_counter()
         self.stats.prompt_tokens = len(self.request.tokens)
         is_given = isinstance(self.request.begin, PromptEntries)  # by a forward of somebody else's
         self.stats.prefill_forwards += is_given

@@ -27,6 +27,7 @@ from leapahead.drafters.base import Drafter, Host
 from leapahead.engine.attached import AttachedDrafters
 from leapahead.engine.loop import Running, step
 from leapahead.engine.output import Output
+from leapahead.engine.preemption import Preemption
 from leapahead.engine.request import Handle, Request
 from leapahead.engine.turn import Turn, of_request
 from leapahead.engine.waiting import raise_error
@@ -74,6 +75,7 @@ class Engine:
         self._prompt_rows: dict[Handle, list[PromptRows]] = {}  # captured for those others
         self._turn, self._active, self._closed, self._leaving = Turn(target), list[Running](), False, False
         self._changed = self._turn.changed  # guards the queue and the handles; held for moments only
+        self.preemption = Preemption(target, self._queue, self._turn)
 
     def drafter(self, drafter: str | type[Any] | Drafter, **options: Any) -> Drafter:
         """The drafter of that name (or class) with these options; one object for each, attached to the target.
@@ -141,7 +143,7 @@ class Engine:
         with self._changed:
             self._closed = True
             handles = [*self._queue, *(each for some in self._samples.values() for each in some)]
-            handles += [running.handle for running in self._active]
+            handles += [running.handle for running in (*self._active, *self.preemption.waiting)]
             self._changed.notify_all()
         self.cancel(*handles)
         if isinstance(self.target, KeepsPrefixes) and not self.is_stepping:
@@ -222,20 +224,13 @@ class Engine:
 
     def step(self) -> list[tuple[Handle, Output]]:
         """At most one chunk of prefill, and one target forward for all running requests. Returns their outputs."""
-        if self._turn.stepping == (thread := get_ident()):
-            raise LeapaheadError("a criterion, processor or callback cannot step its own engine")
-        openmp.crowding.look()
-        with self.target.lock:
-            self._turn.stepping = thread
+        with self._turn.step():
             try:
                 self._retire()
                 self._admit()
                 return [(running.handle, output) for running, output in self._decode(self._prefill())]
             finally:
-                try:
-                    self._retire()
-                finally:
-                    self._turn.stepping = None
+                self._retire()
 
     def _decode(self, reads: dict[Running, int]) -> list[tuple[Running, Output]]:
         """One forward for the running requests, and for those tokens of prompts."""
@@ -250,16 +245,17 @@ class Engine:
         try:
             return step(self.target, [*batch, *reads], self.latency.clock, reads)
         except BaseException as error:  # of the forward: it concerns the whole batch
-            for running in (*batch, *reads):
-                running.error = of_request(error, running.error)
+            self.preemption.failed(error, self._active, *batch, *reads)
             return []
 
     def _admit(self) -> None:
         """Opens sessions for queued requests, in order, while the batch and the cache have room.
 
-        A request leaves the queue when its session is open, so that an interrupt does not lose it.
+        Preempted ones come first. A request leaves the queue when its session is open, so that an interrupt does not
+        lose it.
         """
-        self._turn.stalled = False
+        if not self.preemption.reopen(self._active, self.max_batch):
+            return
         while self._queue and sum(not each.handle.paused for each in self._active) < self.max_batch:
             with self._changed:
                 while self._queue and self._is_known(self._queue[0]):
@@ -270,10 +266,8 @@ class Engine:
             try:
                 self._open(handle)
             except CacheFull as error:
-                self._turn.stalled = all(each.handle.paused for each in self._active)
-                for each in list(self._queue) if self._active and self._turn.stalled else [handle]:
-                    if all(running.handle.blocks(each) for running in self._active):  # none will ever make room for it
-                        self._end(each, error)
+                for each in self.preemption.stuck(handle, self._active):
+                    self._end(each, error)
                 if not handle.done:
                     return  # it joins when another one has left
             except BaseException as error:
@@ -287,7 +281,10 @@ class Engine:
 
     def _open(self, handle: Handle) -> None:
         request = handle.request
-        given = request.sampling, request.begin, request.prompt_capture(), request.longest, request.owner
+        self._prompt_rows.pop(handle, None)
+        self.preemption.keep_room(self._active)
+        reserve = self.preemption.reserve(handle, len(request.tokens))
+        given = request.sampling, request.begin, request.prompt_capture(), reserve, request.owner
         running = self._start(opened(self.target, request.tokens, *given), handle)
         if not running.session.unread:
             self._fork(running)
@@ -336,7 +333,7 @@ class Engine:
         try:
             rows = running.read_prompt(max_tokens)
         except BaseException as error:
-            running.error = of_request(error)
+            self.preemption.failed(error, self._active, running)
             return
         if rows is not None and running.handle in self._samples:
             self._prompt_rows.setdefault(running.handle, []).append(rows)
@@ -365,14 +362,15 @@ class Engine:
 
     def _retire(self, handle: Handle | None = None) -> None:
         """Ends what is finished, failed or cancelled, and releases its cache rows; and this one, wherever it waits."""
-        while over := [each for each in self._active if each.finished or each.handle.cancelled]:
+        both = self._active, self.preemption.waiting
+        while over := [each for some in both for each in some if each.finished or each.handle.cancelled]:
             for running in over:
                 try:
                     running.close()
                 except BaseException as error:  # of the session or the drafter
                     running.error = of_request(error, running.error)
                 self._end(running.handle, running.error)
-                self._active.remove(running)  # last: an interrupted end is repeated
+                both[running not in self._active].remove(running)  # last: an interrupted end is repeated
         while self._leaving:  # not in every step: thousands may wait
             with self._changed:  # again while there are any: an interrupt may leave some, and samples are queued
                 self._leaving = bool(gone := [waiting for waiting in self._queue if waiting.cancelled])
@@ -397,4 +395,5 @@ class Engine:
         self._failures += handle.error is not None  # `notify` may have raised it
 
     def _has_work(self) -> bool:
-        return bool(self._queue) or any(each.handle.cancelled or not each.handle.paused for each in self._active)
+        some = (*self._active, *self.preemption.waiting)
+        return bool(self._queue) or any(each.handle.cancelled or not each.handle.paused for each in some)

@@ -6,7 +6,8 @@ Knows neither requests nor forwards.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Condition, Lock, current_thread, get_ident, main_thread
 from typing import Any
 from weakref import WeakSet, finalize
@@ -104,6 +105,23 @@ class Turn:
             if self._driver == thread:
                 self._driver = None  # before any call, so that no interrupt comes in between
                 self.tell()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Within the block, this thread is inside a step.
+
+        Raises:
+            LeapaheadError: it is already.
+        """
+        if self.stepping == (thread := get_ident()):
+            raise LeapaheadError("a criterion, processor or callback cannot step its own engine")
+        openmp.crowding.look()
+        with self._target.lock:
+            self.stepping = thread
+            try:
+                yield
+            finally:
+                self.stepping = None
 
     def forked(self) -> None:
         """Called in a child process; see `forks`."""

@@ -24,6 +24,7 @@ from leapahead import __version__
 from leapahead.api import LLM
 from leapahead.asynchronous import AsyncLLM
 from leapahead.core.errors import LeapaheadError
+from leapahead.engine.preemption import reopens
 from leapahead.serve import anthropic, bounds, chat, completions, errors, logs, page, responses
 from leapahead.serve.anthropic_replies import MessageReply, TokenCount
 from leapahead.serve.anthropic_schema import CountTokensRequest, MessagesRequest
@@ -191,6 +192,8 @@ def tell_of_waiting(llm: LLM, limits: Limits) -> None:
     """Logs that chats may wait for others, where the KV cache has no room for as many as are decoded together."""
     info, most = llm.target.info, llm.engine.max_batch
     room = info.cache_tokens // info.context_length
+    if reopens(llm.target):  # they reserve little, and are preempted
+        return
     if info.cache_tokens and room < most and limits.max_tokens is None and limits.default_max_tokens is None:
         logs.event(
             "kv_cache_reserved",

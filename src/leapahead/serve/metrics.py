@@ -58,10 +58,16 @@ class Metrics:
         running: number of texts that are being decoded.
         waiting: number of texts that wait.
         cache_usage: used part of the KV cache, from 0 to 1.
+        preemptions: how often a text gave its part of the KV cache to others.
     """
 
     def __init__(
-        self, model: str, running: Callable[[], float], waiting: Callable[[], float], cache_usage: Callable[[], float]
+        self,
+        model: str,
+        running: Callable[[], float],
+        waiting: Callable[[], float],
+        cache_usage: Callable[[], float],
+        preemptions: Callable[[], int],
     ) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
@@ -72,7 +78,7 @@ class Metrics:
         self.cached_tokens = self._counter("prefix_cache_hits", "Tokens of prompts that were in the cache already.")
         self.queried_tokens = self._counter("prefix_cache_queries", "Tokens of prompts that were looked up in it.")
         generation_tokens = self._counter("generation_tokens", "Tokens of texts.")
-        self._counter("num_preemptions", "Texts that were interrupted for others, which this server does not do.")
+        preempted = self._counter("num_preemptions", "How often a text gave its part of the full KV cache to others.")
         drafts = self._counter("spec_decode_num_drafts", "Steps of texts that had a draft.")
         draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
         accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
@@ -84,7 +90,9 @@ class Metrics:
         )
         positions = [per_position.labels(**self._labels, position=str(at)) for at in range(MOST_POSITIONS)]
         self._of_steps = (generation_tokens, drafts, draft_tokens, accepted_tokens, *positions)
-        self._counted, self._reported = [0] * len(self._of_steps), [0] * len(self._of_steps)
+        self._preemptions = preemptions
+        self._counters = (*self._of_steps, preempted)
+        self._counted, self._reported = [0] * len(self._of_steps), [0] * len(self._counters)
         self._finished = Counter(
             "vllm:request_success", "Finished texts.", (*LABELS, "finished_reason"), registry=self.registry
         )
@@ -105,7 +113,9 @@ class Metrics:
 
     def text(self) -> bytes:
         """All of them, in the text format of Prometheus. To be called by one thread."""
-        for index, (counter, counted) in enumerate(zip(self._of_steps, list(self._counted), strict=True)):
+        for index, (counter, counted) in enumerate(
+            zip(self._counters, [*self._counted, self._preemptions()], strict=True)
+        ):
             counter.inc(counted - self._reported[index])
             self._reported[index] = counted
         return generate_latest(self.registry)

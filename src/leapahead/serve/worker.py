@@ -136,6 +136,7 @@ class Worker:
             running=lambda: len(engine.lengths()),
             waiting=lambda: max(0, self.pending - len(engine.lengths())),
             cache_usage=lambda: cache_usage(llm.llm),
+            preemptions=lambda: engine.preemption.count,
         )
 
     # Drafter caches

@@ -173,6 +173,11 @@ class Cells:
         if self._clears and not self.open:
             self.forget()
 
+    def discard_tree(self, track: Track) -> None:
+        """Discards a tree that was not committed; a state that cannot forget it is emptied."""
+        if track.tree is not None and not track.discard_tree():
+            self.reset(track)
+
     def reset(self, track: Track) -> None:
         """Empties an open track whose state is lost."""
         self._hand_over(track)

@@ -118,7 +118,7 @@ class ExactLlamaCppTarget(LlamaCppTarget):
         """Ends a session; the cells of whole chunks of its prompt stay for a prompt that begins with it."""
         track = session.track
         if session in self._sessions and self.context.alive:
-            self._discard_tree(track)
+            self._cells.discard_tree(track)
             track.length = min(track.length, session.chunked) // CHUNK * CHUNK
             self.context.remove(track.main, track.length)
             track.shared = min(track.shared, track.length)
@@ -138,7 +138,7 @@ class ExactLlamaCppTarget(LlamaCppTarget):
         found = []
         for index, (session, tree) in enumerate(zip(sessions, trees, strict=True)):
             check_step([tree], len(tree), STEP_ROWS, self.chains_only, fixed=True)
-            self._discard_tree(session.track)
+            self._cells.discard_tree(session.track)
             self._cells.make_room(STEP_ROWS, f"a step of {STEP_ROWS} nodes")
             outputs = self._forward([session], [tree], [True] * len(tree), [0], capture)
             first = num_computed[index] if num_computed else 0

@@ -2,7 +2,7 @@
 
 One cache for all allows branches in drafts, and the attention of every row passes over the cells of all sequences. So
 a cache for each is faster where many are decoded together, which docs/research/serving.md measures, and is chosen by
-their number, as far as model, drafter and memory allow it. A server's request that names no length reserves the whole
+their number, as far as model, drafter and memory allow it. A server's request that names no length may take the whole
 length of a text. So a cache for all has room for several such texts, where the number of sequences is known.
 """
 

@@ -12,10 +12,10 @@ from threading import RLock
 
 import numpy as np
 
-from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
+from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import TokenTree
-from leapahead.models.base import CHAIN, HIDDEN, NOTHING, Capture, Cost, TargetInfo, checked_prompt, require
+from leapahead.models.base import CHAIN, HIDDEN, NOTHING, Capture, Cost, TargetInfo, checked_prompt
 from leapahead.models.captured import TopK, first_row, prompt_rows
 from leapahead.models.choices import Choices, PromptRows, best
 from leapahead.models.llama_cpp import selftest
@@ -23,9 +23,8 @@ from leapahead.models.llama_cpp.cells import Cells
 from leapahead.models.llama_cpp.context import Context, FloatArray, Model, Outputs
 from leapahead.models.llama_cpp.file import weights_digest
 from leapahead.models.llama_cpp.options import LlamaCppOptions
-from leapahead.models.llama_cpp.session import LlamaCppSession, Part, check_step
+from leapahead.models.llama_cpp.session import LlamaCppSession, Part, check_capture, check_step
 from leapahead.models.llama_cpp.tokenizer import GgufTokenizer
-from leapahead.models.llama_cpp.track import Track
 
 # First tokens of a prompt that are read in the forwards of steps. Over a longer text, flash attention takes longer for
 # rows of several sequences together than for those of each alone.
@@ -131,10 +130,21 @@ class LlamaCppTarget:
         self._sessions.append(session)  # last: what is not in this list is reclaimed
         return session
 
+    def reserve(self, session: LlamaCppSession, length: int) -> None:
+        """See `Reopens`."""
+        session.track.reserve = min(length, self.context.longest)
+
+    def reopen(self, session: LlamaCppSession, reserve: int, owner: str) -> None:
+        """See `Reopens`."""
+        self._cells.reclaim([each.track for each in self._sessions])
+        last = len(session.tokens) - 1
+        session.begin_again(self._cells.acquire(session.tokens[:last], reserve, last, owner))
+        self._sessions.append(session)
+
     def prefill(self, session: LlamaCppSession, max_tokens: int) -> PromptRows | None:
         """See `Target.prefill`. The forward is the same whatever is captured, but for the rows of the output layer."""
         track, capture, last = session.track, session.capture, len(session.tokens) - 1
-        self._discard_tree(track)
+        self._cells.discard_tree(track)
         start = track.length
         end = min(self._chunk_end(start, max_tokens), last)
         if start >= end:
@@ -175,7 +185,7 @@ class LlamaCppTarget:
     def fork(self, session: LlamaCppSession, params: SamplingParams) -> LlamaCppSession:
         if session.unread:
             raise BadParameter(f"a session with {session.unread} unread tokens cannot be forked; read its prompt first")
-        self._discard_tree(session.track)
+        self._cells.discard_tree(session.track)
         sampler = Sampler(params, list(session.tokens), self.info.vocab_size)
         twin = LlamaCppSession(self, self._cells.fork(session.track), sampler, session.capture)
         twin.is_read = True
@@ -280,7 +290,7 @@ class LlamaCppTarget:
         for index, (session, tree, first, most) in enumerate(zip(sessions, trees, num_computed, reads, strict=True)):
             placed: TokenTree | None = tree
             if first == 0:
-                self._discard_tree(session.track)
+                self._cells.discard_tree(session.track)
                 if session.is_read:
                     self._catch_up(session, longest)
                 session.ahead = session.replay or min(session.unread, most, max(room, 0))
@@ -314,21 +324,9 @@ class LlamaCppTarget:
         return weights_digest(Path(self.model.path).expanduser())
 
     def _check(self, capture: Capture) -> None:
-        """Refuses by name what cannot be captured."""
-        if capture is self._checked:
-            return
-        require(self.info, capture.needs, "this capture")
-        if others := [layer for layer in capture.hidden if layer != -1]:
-            raise Refused(
-                f"{self.info.name} cannot give the hidden states of layer {others[0]}: llama.cpp's public interface "
-                "gives those of the last layer only; capture layer -1, or load the model with Transformers"
-            )
-        self._checked = capture
-
-    def _discard_tree(self, track: Track) -> None:
-        """Discards a tree that was not committed; a state that cannot forget it is emptied."""
-        if track.tree is not None and not track.discard_tree():
-            self._cells.reset(track)
+        if capture is not self._checked:
+            check_capture(capture, self.info)
+            self._checked = capture
 
     def _catch_up(self, session: LlamaCppSession, most: int) -> None:
         """Reads committed tokens that a state has not read, unless no more than `most` are to be replayed."""

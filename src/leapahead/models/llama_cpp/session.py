@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from leapahead.core.errors import BadParameter
+from leapahead.core.errors import BadParameter, Refused
 from leapahead.core.sampling import Sampler
 from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
-from leapahead.models.base import Capture
+from leapahead.models.base import NOTHING, Capture, TargetInfo, require
 from leapahead.models.captured import first_row
 from leapahead.models.llama_cpp.context import Model
 from leapahead.models.llama_cpp.state_track import CHAINS_ONLY
@@ -37,10 +37,15 @@ class LlamaCppSession:
     """
 
     def __init__(self, target: Owner, track: Track, sampler: Sampler, capture: Capture) -> None:
-        self.tokens, self.track, self.sampler, self.capture = sampler.tokens, track, sampler, capture
-        self.is_read = track.length == len(self.tokens) - 1
+        self.tokens, self.sampler = sampler.tokens, sampler
         self.ahead = self.rows_given = self.chunked = 0
         self._target = target
+        self.begin_again(track, capture)
+
+    def begin_again(self, track: Track, capture: Capture = NOTHING) -> None:
+        """Takes a track that has the first of its tokens at most; what it lacks is read as a prompt."""
+        self.track, self.capture = track, capture
+        self.is_read = track.length == len(self.tokens) - 1
 
     @property
     def unread(self) -> int:
@@ -61,6 +66,16 @@ class LlamaCppSession:
 
     def close(self) -> None:
         self._target.release(self)
+
+
+def check_capture(capture: Capture, info: TargetInfo) -> None:
+    """Refuses by name what cannot be captured."""
+    require(info, capture.needs, "this capture")
+    if others := [layer for layer in capture.hidden if layer != -1]:
+        raise Refused(
+            f"{info.name} cannot give the hidden states of layer {others[0]}: llama.cpp's public interface gives those "
+            "of the last layer only; capture layer -1, or load the model with Transformers"
+        )
 
 
 def check_step(trees: Sequence[TokenTree], rows: int, most: int, chains_only: str = "", fixed: bool = False) -> None:

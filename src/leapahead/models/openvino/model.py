@@ -185,6 +185,17 @@ class OpenVinoTarget:
         self._sessions.append(session)
         return session
 
+    def reserve(self, session: OpenVinoSession, length: int) -> None:
+        """See `Reopens`."""
+        session.track.reserve = min(length, self.info.context_length)
+
+    def reopen(self, session: OpenVinoSession, reserve: int, owner: str) -> None:
+        """See `Reopens`."""
+        self.pool.reclaim([session.track for session in self._sessions])
+        tokens = session.tokens
+        session.track = self.pool.take(tokens, len(tokens) - 1, min(reserve, self.info.context_length), owner)
+        self._sessions.append(session)
+
     def prefill(self, session: OpenVinoSession, max_tokens: int) -> PromptRows | None:
         """See `Target.prefill`."""
         track, last = session.track, len(session.tokens) - 1

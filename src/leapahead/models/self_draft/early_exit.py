@@ -24,21 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from leapahead.core.errors import BadParameter, LeapaheadError, Refused
+from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.tree import TokenTree
 from leapahead.models.base import Capture
 from leapahead.models.self_draft.layer_skip import Form, Skip, SubLayers, sub_layers
-from leapahead.models.self_draft.sharing import SharedSession, SharingExecutor, SharingTarget
+from leapahead.models.self_draft.sharing import SharedSession, SharedState, SharingExecutor, SharingTarget
 from leapahead.models.transformers import selftest
-from leapahead.models.transformers.forward import (
-    Batch,
-    CachedState,
-    Executor,
-    Layers,
-    MaskedExecutor,
-    Outputs,
-)
+from leapahead.models.transformers.forward import Batch, CachedState, Executor, Layers, MaskedExecutor, Outputs
 from leapahead.models.transformers.kv_cache import Row
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
 from leapahead.models.transformers.modes import computing
@@ -212,12 +205,15 @@ class Halves:
         """Logits behind the first layers, [nodes - num_computed, vocab] of each tree; see `Target.step`.
 
         Raises:
-            LeapaheadError: the computed nodes are lost, since another exit has drafted meanwhile.
+            CacheFull: the computed nodes are lost, since the target found no room for its step.
+            LeapaheadError: they are, since another exit has drafted meanwhile.
         """
         num_computed = num_computed or [0] * len(trees)
         before = self.handover.begun(rows)
         for row, first in zip(rows, num_computed, strict=True):
-            if first and (row not in before or before[row].halves is not self):
+            if first and row not in before:
+                raise CacheFull("the draft was lost, since the KV cache was full; it is begun anew")
+            if first and before[row].halves is not self:
                 raise LeapaheadError("two early exits of one target cannot draft for one text; use one of them")
         try:
             batch = self.executor.ready(rows, trees, num_computed)
@@ -299,7 +295,7 @@ class EarlyExit(SharingTarget):
         assert self.halves is not None
         if self.parts.objects() != self._made_of:  # of which the halves, that verify as well, have the former ones
             raise self.changed("weights or hooks of the model were replaced, or its adapters switched,")
-        state = CachedState(self.halves.executor.cache, row, row.tokens)
+        state = SharedState(self.halves.executor.cache, row, row.tokens)
         return SharedSession(row.tokens, state, self._sampler(params, row.tokens), capture)
 
 

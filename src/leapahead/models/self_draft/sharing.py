@@ -17,9 +17,25 @@ from leapahead.core.tree import TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import NOTHING, Capture
 from leapahead.models.transformers.changes import Parts
-from leapahead.models.transformers.forward import Executor, Layers, Outputs, State
+from leapahead.models.transformers.forward import CachedState, Executor, Layers, Outputs, State
 from leapahead.models.transformers.kv_cache import KVCache, Row
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
+
+
+class SharedState(CachedState):
+    """A row of the target's: that of the sequence with these tokens, which has another one after it was preempted."""
+
+    _row: Row
+
+    @property
+    def row(self) -> Row:
+        if self._row.tokens is not self.tokens:
+            self._row = self.cache.row_of(self.tokens) or self._row
+        return self._row
+
+    @row.setter
+    def row(self, row: Row) -> None:
+        self._row = row
 
 
 class SharedSession(TransformersSession):

@@ -237,7 +237,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def _admit(self, length: int, reserve: int) -> None:
         """Refuses a sequence that could make open ones run out of slots. Alone it is refused for its prompt only."""
         busy = [row for row in self.rows if row.busy]
-        longest = max([reserve, *(row.reserved for row in busy)])
+        longest = max([reserve, *(max(row.reserved, row.length) for row in busy)])
         if self.limit != UNLIMITED and (length > self.limit or (busy and (len(busy) + 1) * longest > self.limit)):
             raise self._full(len(busy) + 1, longest if busy else length)
 
@@ -338,7 +338,7 @@ class KVCache(Cache):  # type: ignore[misc]
         """Where the new entries of a forward begin. Raises `CacheFull`, see `begin`."""
         assert all(kept <= row.pending for row, kept in zip(rows, num_computed, strict=True)), "entries never written"
         longest = max(row.length for row in rows)
-        if longest >= self.limit or (longest >= self.capacity and longest * self._open_rows > self.limit):
+        if longest >= self.limit or longest * self._open_rows > self.limit:
             raise self._full(self._open_rows, longest + 1)
         return [row.length + kept for row, kept in zip(rows, num_computed, strict=True)]
 

@@ -51,14 +51,7 @@ from leapahead.models.transformers import (
     weights,
 )
 from leapahead.models.transformers.exact import ExactExecutor
-from leapahead.models.transformers.forward import (
-    CachedExecutor,
-    CachedState,
-    Executor,
-    Layers,
-    MaskedExecutor,
-    State,
-)
+from leapahead.models.transformers.forward import CachedExecutor, CachedState, Executor, Layers, MaskedExecutor, State
 from leapahead.models.transformers.memory import usual_tokens
 from leapahead.models.transformers.modes import autocast, computing, forwards
 from leapahead.models.transformers.replay import ReplayExecutor
@@ -225,9 +218,21 @@ class TransformersTarget:
         self._layers(capture)  # refuses what there is not
         reuse = capture.reusable(len(prompt), again)
         sampler = self._sampler(params, prompt)  # before there is a state, which nobody would close if this failed
-        with forwards(f"a prompt of {len(prompt)} tokens", 1, self.device, self.autocast):
-            state = self.executor.open(prompt, reuse, min(reserve, self.info.context_length), owner)
-        return TransformersSession(prompt, state, sampler, capture)
+        return TransformersSession(prompt, self._state(prompt, reuse, reserve, owner), sampler, capture)
+
+    def _state(self, tokens: list[int], reuse: int, reserve: int, owner: str) -> State:
+        with forwards(f"a prompt of {len(tokens)} tokens", 1, self.device, self.autocast):
+            return self.executor.open(tokens, reuse, min(reserve, self.info.context_length), owner)
+
+    def reserve(self, session: TransformersSession, length: int) -> None:
+        """See `Reopens`."""
+        if isinstance(session.state, CachedState):
+            session.state.row.reserved = min(length, self.info.context_length)
+
+    def reopen(self, session: TransformersSession, reserve: int, owner: str) -> None:
+        """See `Reopens`. Entries that were given are written again, see `prefill`."""
+        owner = owner if session.begin is None else f"given {next(self._given)}"
+        session.state = self._state(session.tokens, len(session.tokens) - 1, reserve, owner)
 
     def open_entries(
         self, tokens: Sequence[int], params: SamplingParams, begin: PromptEntries, capture: Capture, reserve: int = 0
@@ -277,8 +282,7 @@ class TransformersTarget:
 
     def fork(self, session: TransformersSession, params: SamplingParams) -> TransformersSession:
         assert session.unread == 0, "a session is forked when its prompt is read"
-        tokens = list(session.tokens)
-        sampler = self._sampler(params, tokens)
+        sampler = self._sampler(params, tokens := list(session.tokens))
         with forwards(f"a prompt of {len(tokens)} tokens", 1, self.device, self.autocast):
             state = self.executor.fork(session.state, tokens)
         forked = self.session_class(tokens, state, sampler)

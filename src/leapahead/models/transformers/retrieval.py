@@ -106,7 +106,7 @@ class Retrieved:
     """
 
     def __init__(self, settings: Retrieval, row: Row, source: KVCache, cache: BlockCache) -> None:
-        self.settings, self.row, self.source, self.cache = settings, row, source, cache
+        self.settings, self._row, self.source, self.cache = settings, row, source, cache
         self.tokens = row.tokens
         self.block = cache.take([], 0)
         self.block.offset = row.offset
@@ -114,6 +114,13 @@ class Retrieved:
         self._means: dict[int, Tensor] = {}  # layer -> [key heads, capacity, dim]
         self._known: dict[int, int] = {}  # layer -> chunks whose mean key is known
         self.forget()
+
+    @property
+    def row(self) -> Row:
+        """Another one after the sequence was preempted."""
+        if self._row.tokens is not self.tokens:
+            self._row = self.source.row_of(self.tokens) or self._row
+        return self._row
 
     @property
     def length(self) -> int:
