@@ -715,6 +715,7 @@ def test_a_full_cache_delays_or_refuses(exported: Path) -> None:
         prompts = [text(40, seed) for seed in range(4)]
         together = llm.generate(prompts, max_new_tokens=30)
         assert [each.tokens for each in together] == [llm.generate(p, max_new_tokens=30).tokens for p in prompts]
+        assert llm.engine.preemption.count > 0
         with pytest.raises(LeapaheadError, match="the cache holds 150 tokens"):
             llm.generate(text(200), max_new_tokens=1)
 

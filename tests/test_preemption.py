@@ -12,6 +12,7 @@ from typing import Any
 import architectures
 import gguf_models
 import pytest
+import torch
 from helpers import attached, run
 
 from leapahead import (
@@ -31,7 +32,9 @@ from leapahead.engine.request import Handle
 from leapahead.grammar import Grammar
 from leapahead.models.base import NOTHING
 from leapahead.models.choices import PromptRows
+from leapahead.models.prompt_entries import PromptEntries
 from leapahead.models.toy import ToySession, ToyTarget
+from leapahead.models.transformers.model import TransformersTarget
 
 LENGTH = StopParams(max_new_tokens=40)
 
@@ -393,6 +396,26 @@ def test_models_of_transformers(drafter: dict[str, Any]) -> None:
         if "draft" in drafter:
             assert all(each.stats.drafter["draft"]["forwards"] > each.stats.steps / 2 for each in found)
         assert_same(streamed(llm, given), plain)
+
+
+def test_entries_of_images_are_written_again() -> None:
+    """Their tokens do not know what was read, so that no other request may take the entries."""
+    model, found = architectures.BY_NAME["llama"].build(), []
+    layers, ids = model.config.num_hidden_layers, list(range(3, 15))
+    for cells in (None, 80):
+        generator = torch.Generator().manual_seed(0)
+        engine = Engine(TransformersTarget(model, cache_tokens=cells))
+        handles = []
+        for _ in range(4):  # the same tokens each, and other entries
+            parts = torch.randn(layers, 2, 2, len(ids) - 3, 8, generator=generator).unbind()
+            begin = PromptEntries({index: (keys, values) for index, (keys, values) in enumerate(parts)}, offset=-2)
+            given = Request(ids, attached(engine, "prompt_lookup"), SamplingParams(), LENGTH, begin=begin)
+            handles += engine.submit_samples(given, [SamplingParams(temperature=1.0, seed=seed) for seed in (1, 2)])
+        engine.run(handles)
+        found.append([handle.tokens for handle in handles])
+    assert engine.preemption.count > 2
+    assert found[0] == found[1]
+    assert len({tuple(tokens) for tokens in found[0]}) == 8
 
 
 @pytest.mark.parametrize(

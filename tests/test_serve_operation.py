@@ -252,6 +252,14 @@ def test_metrics_have_vllm_s_names_and_add_up() -> None:
         assert running.metric("inter_token_latency_seconds_count") == steps - 6
 
 
+def test_preemptions_are_counted() -> None:
+    count = 0
+    metrics = Metrics("model", float, float, float, lambda: count)
+    for count, expected in ((0, b" 0.0"), (3, b" 3.0"), (3, b" 3.0"), (4, b" 4.0")):
+        (line,) = (each for each in metrics.text().splitlines() if each.startswith(b"vllm:num_preemptions_total{"))
+        assert line.endswith(expected), count
+
+
 def test_the_steps_of_a_long_text_are_counted_at_once() -> None:
     metrics = Metrics("model", float, float, float, int)
     gaps = [0.0005, 0.001, 0.002, 0.05, 0.06, 0.3, 9.0, 20.0] * 12_500
@@ -753,4 +761,8 @@ def test_a_server_of_a_target_with_a_limited_cache() -> None:
                 assert found.status_code == status, found.text
                 assert status == 200 or "the cache 64" in found.json()["error"]["message"]
         assert running.post(COMPLETIONS, {"prompt": "word", "max_tokens": 5}).status_code == 200
+        assert running.metric("num_preemptions_total") == 0
+        several = {"prompt": "word", "max_tokens": 40, "n": 4, "ignore_eos": True, "temperature": 1.0, "seed": 1}
+        assert running.post(COMPLETIONS, several).json()["usage"]["completion_tokens"] == 160
+        assert running.metric("num_preemptions_total") > 0
     assert ToyTarget().info.cache_tokens == 0
