@@ -17,7 +17,7 @@ from leapahead.core.errors import BadParameter, LeapaheadError, Refused
 from leapahead.core.sampling import SamplingParams
 from leapahead.core.stop import StopParams
 from leapahead.core.tree import TokenTree
-from leapahead.core.verify import Verdict
+from leapahead.core.verify import Verdict, verify
 from leapahead.drafters.draft_model import DraftModelDrafter
 from leapahead.drafters.draft_runner import DraftRunner
 from leapahead.engine.request import Handle
@@ -325,6 +325,26 @@ def test_two_exits_are_refused(target: TransformersTarget) -> None:
     drafted([mine])
     assert "two early exits" in mine.failed
     assert not theirs.failed
+    session.close()
+
+
+def test_a_draft_that_is_lost_with_a_step_is_begun_anew(target: TransformersTarget) -> None:
+    """As where the cache was full: the step changed nothing but the nodes of the exit, which were in its rows."""
+    session = opened(target, [5, 6, 7, 8])
+    runner = DraftRunner(EarlyExit(target, 2), session.tokens)
+    runner.add([()])
+    drafted([runner])
+    assert isinstance(target.executor, MaskedExecutor)
+    target.executor.discard([session.state.row])
+    runner.add([(4,)])
+    assert drafted([runner]) == [None]
+    assert "begun anew" in runner.failed
+    for _ in range(3):
+        (choices,) = target.step([session], [TokenTree.root(session.tokens[-1])])
+        session.commit(verify(TokenTree.root(session.tokens[-1]), choices))
+    runner.add([()])
+    assert drafted([runner]) != [None]
+    assert not runner.failed
     session.close()
 
 
