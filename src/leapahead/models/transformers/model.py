@@ -193,9 +193,8 @@ class TransformersTarget:
         return found
 
     def _information(self, **known: Any) -> TargetInfo:
-        banned = families.suppressed(self.model, known["vocab_size"])
-        no_drafts = executors.no_drafts(self.model, self.executor, self.refusals)
-        return TargetInfo(**known, no_drafts=no_drafts, suppressed=banned)
+        known["suppressed"] = families.suppressed(self.model, known["vocab_size"])
+        return TargetInfo(**known, no_drafts=executors.no_drafts(self.model, self.executor, self.refusals))
 
     def open(
         self,
