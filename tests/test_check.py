@@ -25,6 +25,7 @@ from leapahead.drafters.sources.datastore import Header
 from leapahead.models.base import CHAIN, NOTHING, Capture
 from leapahead.models.choices import Choices
 from leapahead.models.toy import ToySession, ToyTarget
+from leapahead.models.transformers.model import TransformersTarget
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 4, 5], [0], [1, 2, 1, 2, 1], [8, 8]]
 SAMPLED = SamplingParams(temperature=1.0, seed=7)
@@ -343,6 +344,13 @@ def test_a_token_that_was_filtered_out_has_an_infinite_gap() -> None:
     best, worst = int(np.argmax(row)), int(np.argmin(row))
     found = ties.measure(target, [1, 2, 3], [], (best, worst), SamplingParams(temperature=1.0, top_k=2), 1)
     assert found == ties.Gap(math.inf, 0.0, False)
+
+
+def test_a_batch_is_measured_with_as_many_copies_as_the_cache_has_room_for(tiny_model: Any) -> None:
+    target = TransformersTarget(tiny_model, cache_tokens=600)
+    found = ties.measure(target, list(range(5, 45)), [], (6, 7), SamplingParams(), batch=20)
+    assert found.noise > 0
+    assert not any(row.busy for row in target.executor.cache.rows)  # type: ignore[union-attr]
 
 
 def test_every_way_of_computing_is_equal_on_a_right_target() -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ from leapahead.core.sampling import Array, Sampler, SamplingParams
 from leapahead.core.tree import Budget, TokenTree, TreeBuilder
 from leapahead.core.verify import Verdict
 from leapahead.models.base import CHAIN, TREE, KeepsPrefixes, Session, Target, read_prompt
+from leapahead.models.choices import Choices
 from leapahead.models.encoder_decoder import open_beside
 
 CHAINS = (1, 2, 3, 4, 8, 16, 32)
@@ -171,15 +173,24 @@ def _ways(
 
 
 def _batch_ways(space: _Space, tokens: list[int], batch: int) -> Iterator[Array]:
-    """The position in a batch of ragged copies. The session is one of them, so that no more are open than before."""
+    """The position in a batch of ragged copies, as many as there is room for.
+
+    The session is one of them, so that no more are open than before.
+    """
     target, others = space.target, list[Session]()
     try:
-        for index in range(batch - 1):
-            others.append(open_beside(target, space.session, tokens[: max(1, len(tokens) - 7 * index)], space.params))
-            read_prompt(target, others[-1])
+        with suppress(CacheFull):
+            for index in range(batch - 1):
+                before = tokens[: max(1, len(tokens) - 7 * index)]
+                others.append(open_beside(target, space.session, before, space.params))
+                read_prompt(target, others[-1])
         # Without chains, a session cannot step a second time over the same root.
-        together = [space.session, *others] if CHAIN in target.info.capabilities else others
-        choices = target.step(together, [TokenTree.root(each.tokens[-1]) for each in together])
+        together = [space.session] if CHAIN in target.info.capabilities else []
+        together += [each for each in others if not each.unread]
+        choices = list[Choices]()
+        with suppress(CacheFull):
+            choices = target.step(together, [TokenTree.root(each.tokens[-1]) for each in together])
+        together = together[: len(choices)]
         for each, chosen in zip(together, choices, strict=True):
             if len(each.tokens) == len(tokens):
                 yield chosen.logits[:1]
