@@ -24,7 +24,7 @@ from leapahead.engine.request import Handle
 from leapahead.models.base import CHAIN, TREE, Capture, read_prompt
 from leapahead.models.self_draft import early_exit
 from leapahead.models.self_draft.early_exit import EarlyExit, Handed
-from leapahead.models.transformers.forward import MaskedExecutor
+from leapahead.models.transformers.forward import CachedState, MaskedExecutor
 from leapahead.models.transformers.model import TransformersSession, TransformersTarget
 from leapahead.planner.draft import Step
 
@@ -335,6 +335,7 @@ def test_a_draft_that_is_lost_with_a_step_is_begun_anew(target: TransformersTarg
     runner.add([()])
     drafted([runner])
     assert isinstance(target.executor, MaskedExecutor)
+    assert isinstance(session.state, CachedState)
     target.executor.discard([session.state.row])
     runner.add([(4,)])
     assert drafted([runner]) == [None]
