@@ -346,6 +346,20 @@ def test_a_token_that_was_filtered_out_has_an_infinite_gap() -> None:
     assert found == ties.Gap(math.inf, 0.0, False)
 
 
+def test_entries_of_accepted_tokens_that_lie_apart_are_one_of_the_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, commit = list[tuple[int, ...]](), ToySession.commit
+
+    def noted(self: ToySession, verdict: Verdict) -> None:
+        paths.append(tuple(verdict.path))
+        commit(self, verdict)
+
+    monkeypatch.setattr(ToySession, "commit", noted)
+    text = [1, 2, 3, 1, 5, 4, 2]
+    found = ties.measure(ToyTarget(), text, [], (0, 1), SamplingParams(), 1)
+    assert found.noise < 1e-9
+    assert any(len(path) > 1 and path[-1] > len(path) for path in paths)
+
+
 def test_a_batch_is_measured_with_as_many_copies_as_the_cache_has_room_for(tiny_model: Any) -> None:
     target = TransformersTarget(tiny_model, cache_tokens=600)
     found = ties.measure(target, list(range(5, 45)), [], (6, 7), SamplingParams(), batch=20)

@@ -8,6 +8,8 @@ noise is measured: the position is computed again in several ways that are equal
     chain of k       prefill of all but the last k tokens, which then go through one step
     siblings         the same with nodes beside the path, which the path must not attend to
     rebuilt by k     the whole cache computed by steps of k nodes; then a step
+    scattered        the last tokens committed from steps with nodes beside the path, so that their cache entries lie
+                     apart, as those of accepted drafts may
     batch            several copies of the sequence in one step
 
 and the noise is the largest change, among these ways, of the difference between the scores of two likely tokens. All
@@ -39,6 +41,7 @@ from leapahead.models.encoder_decoder import open_beside
 CHAINS = (1, 2, 3, 4, 8, 16, 32)
 REBUILT = (5, 16, 64, 256)
 STEPS = 100  # greatest number of steps to rebuild a cache
+SCATTERED, BESIDE = 32, 5  # last tokens that are scattered, and nodes beside each of them
 SIBLINGS = (1, 3, 7, 15, 31)
 NEAR = 64  # likeliest tokens whose differences are measured
 # The ceiling, relative to the largest logit: so many steps of the target's precision, and at most this share.
@@ -166,6 +169,8 @@ def _ways(
             for token in range(s):
                 builder.add(parent, token % target.info.vocab_size)
         yield _row(space, tokens[: len(tokens) - k], builder.build(), path[-1])
+    if TREE in target.info.capabilities and leaves > BESIDE and len(tokens) > 2:
+        yield _scattered(space, tokens)
     if not thorough:  # last, since each takes many steps
         yield from _rebuilt_ways(space, tokens)
     if batch > 1 and not space.alone:
@@ -242,6 +247,23 @@ def _row(space: _Space, tokens: list[int], tree: TokenTree, node: int) -> Array:
     session = space.open(tokens, len(tokens) + len(tree))
     try:
         return space.target.step([session], [tree])[0].logits[node : node + 1]
+    finally:
+        session.close()
+
+
+def _scattered(space: _Space, tokens: list[int]) -> Array:
+    """The position after a cache whose last entries lie apart."""
+    begin = max(1, len(tokens) - SCATTERED)
+    session = space.open(tokens[:begin], len(tokens) + 2 * BESIDE + 3)
+    try:
+        while rest := tokens[len(session.tokens) :][:2]:
+            builder = TreeBuilder(session.tokens[-1], Budget(leaves=BESIDE + 1))
+            for other in range(BESIDE):
+                builder.add(0, (rest[0] + 1 + other) % space.target.info.vocab_size)
+            path = [0, *builder.add_path(rest[:-1])]
+            space.target.step([session], [builder.build()])
+            session.commit(Verdict(tuple(path), tuple(rest), 0))
+        return space.target.step([session], [TokenTree.root(session.tokens[-1])])[0].logits[:1]
     finally:
         session.close()
 
