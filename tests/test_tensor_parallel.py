@@ -286,6 +286,17 @@ def test_a_process_that_dies_is_named_and_a_new_llm_works() -> None:
 
 
 @pytest.mark.slow
+def test_an_llm_that_was_dropped_does_not_stop_the_next_one() -> None:
+    program = (
+        "import gc\n" + PROGRAM + "first = llm.generate('def').text\ndel llm\ngc.collect()\n"
+        "" + PROGRAM.partition("\n")[2] + "llm.close()\nold = llm\n" + PROGRAM.partition("\n")[2] + ""
+        "del old\ngc.collect()\nassert llm.generate('def').text == first\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_under_torchrun_the_first_process_writes() -> None:
     line = ["leapahead", "generate", "def fibonacci(n):", "--dtype", "float32", "--max-new-tokens", "40", "--json"]
     alone = subprocess.run(

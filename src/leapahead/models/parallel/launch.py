@@ -111,9 +111,12 @@ def _leading(
         target, tokenizer = load(device)
         return ParallelTarget(target, link, end, share), tokenizer
 
+    ended = finalize(link, tensor.end)  # also where it is not closed, so that the next one can be made
+    ended.atexit = False
+
     def end_all(patience: float) -> None:
         end(patience)
-        tensor.end()
+        ended()
 
     with tensor.connected(store, link.rank, link.size, device, is_local):
         target, tokenizer = load(device, tensor_parallel=link.size)
