@@ -111,16 +111,17 @@ def _leading(
         target, tokenizer = load(device)
         return ParallelTarget(target, link, end, share), tokenizer
 
-    ended = finalize(link, tensor.end)  # also where it is not closed, so that the next one can be made
-    ended.atexit = False
-
     def end_all(patience: float) -> None:
         end(patience)
         ended()
 
     with tensor.connected(store, link.rank, link.size, device, is_local):
         target, tokenizer = load(device, tensor_parallel=link.size)
-        return tensor.TensorParallelTarget(target, link, end_all, share), tokenizer
+        found = tensor.TensorParallelTarget(target, link, end_all, share)
+    # Last, since this is not to end the connections of another model; also where it is not closed, but dropped.
+    ended = finalize(link, tensor.end)
+    ended.atexit = False
+    return found, tokenizer
 
 
 def _store(size: int) -> TCPStore:
