@@ -471,3 +471,23 @@ def test_gguf_files(drafter: str, kept: int | None, most: int) -> None:
         found = streamed(llm, given)
         assert_same(found, plain)
         assert [each.text for each in found] == [each.text for each in plain]
+
+
+def test_a_stream_that_is_preempted_while_nobody_reads_it_is_opened_once() -> None:
+    """It filled the batch when it began, so that it was still the first one of the queue."""
+    llm = LLM(SmallToy(100), drafter="plain", max_batch=1)
+    options: Any = {"ignore_eos": True, "temperature": 1.0}
+    first = llm.stream([1, 2, 3], max_new_tokens=80, seed=1, **options)
+    found: dict[str, list[int]] = {"first": list(next(first).tokens), "second": []}
+    second = llm.stream([2, 2, 3], max_new_tokens=60, seed=2, **options)
+    while len(found["second"]) < 20:
+        found["second"] += next(second).tokens
+    for piece in first:
+        found["first"] += piece.tokens
+    other = llm.generate([3, 2, 3], max_new_tokens=5, seed=3, **options)
+    for piece in second:
+        found["second"] += piece.tokens
+    plain = LLM(ToyTarget(), drafter="plain")
+    assert other.tokens == plain.generate([3, 2, 3], max_new_tokens=5, seed=3, **options).tokens
+    assert found["first"] == plain.generate([1, 2, 3], max_new_tokens=80, seed=1, **options).tokens
+    assert found["second"] == plain.generate([2, 2, 3], max_new_tokens=60, seed=2, **options).tokens

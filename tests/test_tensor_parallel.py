@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import mtp
 import pytest
 import torch
 from helpers import GREEDY, PROMPT, Scattered, run
@@ -20,6 +21,7 @@ from parallel import followed, together
 
 from leapahead import LLM, Grammar, SamplingParams
 from leapahead.core.errors import BadParameter, CacheFull, LeapaheadError, Refused
+from leapahead.drafters.heads.mtp import own
 from leapahead.models.loading import bundled
 from leapahead.models.parallel.device import Device
 from leapahead.models.parallel.tensor import Called, Forward, TensorParallelTarget, connected, interrupts_held
@@ -80,6 +82,26 @@ def test_grammars_processors_forks_and_logprobs(toys: TensorParallelTarget) -> N
         changed = llm.generate(list(PROMPT), logits_processors=[lambda ids, scores: -scores], **options)
         found.append(([each.tokens for each in samples], samples[0].logprobs, changed.tokens))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("told", ["Open", "Commit", "Close"])
+def test_ctrl_c_does_not_come_before_the_others_are_told(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = together([ToyTarget(), ToyTarget()])
+    tell, given = target.tell, list[str]()
+
+    def interrupted(rank: int, command: Any) -> None:
+        name = type(command).__name__
+        if name == told and told not in given:
+            os.kill(os.getpid(), signal.SIGINT)
+        tell(rank, command)
+        given.extend([name] * (rank > 0))
+
+    monkeypatch.setattr(target, "tell", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(target, "lookahead")
+    assert told in given
+    assert run(target, "lookahead").tokens == run(ToyTarget()).tokens
+    target.close()
 
 
 class Failing(ToyTarget):
@@ -174,6 +196,15 @@ class Config:
         return self
 
 
+def test_mtp_modules_of_a_divided_target_are_refused(tmp_path: Path) -> None:
+    """They compute with its embedding and output layer, which one process has no more than a part of."""
+    folder = mtp.write(tmp_path, "mellum", 1)
+    target = followed([pretrained.load(folder, with_tokenizer=False)[0] for _ in range(2)], TensorParallelTarget)
+    with pytest.raises(Refused, match="use its own layers, whose weights are divided among processes"):
+        own(target)
+    target.close()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -198,6 +229,11 @@ def test_what_is_refused(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> No
         LLM(tensor_parallel=True)
     with pytest.raises(BadParameter, match="names cuda:0 twice, and tensor_parallel needs one for each part"):
         LLM(devices="cuda:0,cuda:0", tensor_parallel=True)
+    monkeypatch.setattr("leapahead.models.parallel.launch._process", lambda *_: pytest.fail("a process was started"))
+    with pytest.raises(BadParameter, match="device 'cpux' is not possible"):
+        LLM(devices="cpux,cpux:1", tensor_parallel=True)
+    with pytest.raises(BadParameter, match="are of several types, and tensor_parallel needs one type of device"):
+        LLM(devices="cpu,cuda:0", tensor_parallel=True)
     with pytest.raises(BadParameter, match="tensor_parallel='yes' is not possible"):
         LLM(tensor_parallel="yes")
     with pytest.raises(BadParameter, match="tensor_parallel=True can be set for a model of Transformers"):

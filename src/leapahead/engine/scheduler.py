@@ -277,7 +277,7 @@ class Engine:
         """Whether a queued request is running already, or over."""
         if handle.cancelled:
             self._end(handle)
-        return handle.done or any(each.handle is handle for each in self._active)
+        return handle.done or any(each.handle is handle for each in (*self._active, *self.preemption.waiting))
 
     def _open(self, handle: Handle) -> None:
         request = handle.request

@@ -257,6 +257,11 @@ def own(target: Any) -> MtpHead:
             f"{info.name} has no MTP modules that Transformers loads: its configuration ({text.model_type}) has no "
             "num_mtp_layers; use head=FOLDER with a head that was trained for it"
         )
+    if hasattr(target, "whole_weight"):
+        raise Refused(
+            f"the MTP modules of {info.name} use its own layers, whose weights are divided among processes; use a head "
+            "with a checkpoint of its own, or leave out tensor_parallel"
+        )
     if not settings.name_or_path:
         raise Refused(
             f"the MTP modules of {info.name} cannot be found, since it was not loaded from a checkpoint; load it from "

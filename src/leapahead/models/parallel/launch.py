@@ -32,6 +32,7 @@ from leapahead.models.parallel.device import torch_threads
 from leapahead.models.parallel.link import TIMEOUT, Disconnected, Link
 from leapahead.models.parallel.target import ParallelTarget
 from leapahead.models.parallel.worker import FAILED, Reply, follow
+from leapahead.models.transformers.devices import checked_device
 
 TORCHRUN = "torchrun"
 TENSOR_PARALLEL = "tensor_parallel"  # among the options of another process: the number of processes
@@ -78,8 +79,12 @@ def launched(
     names = checked(devices)
     if names == [TORCHRUN]:
         return _joined(load, tensor_parallel)
+    if tensor_parallel and len({name.partition(":")[0] for name in names}) > 1:
+        raise BadParameter(f"devices={devices!r} are of several types, and tensor_parallel needs one type of device")
     if tensor_parallel and (twice := next((name for name in names if name != "cpu" and names.count(name) > 1), "")):
         raise BadParameter(f"devices={devices!r} names {twice} twice, and tensor_parallel needs one for each part")
+    for name in names if tensor_parallel else ():
+        checked_device(name)  # before any process waits for one that cannot come
     size = len(names)
     options = {**options, TENSOR_PARALLEL: size} if tensor_parallel else options
     store = _store(size)

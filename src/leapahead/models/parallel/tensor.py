@@ -192,14 +192,16 @@ class TensorSession:
         return self.own.replay
 
     def commit(self, verdict: Verdict) -> None:
-        self.own.commit(verdict)
         commit = Commit(self.number, tuple(verdict.path), tuple(verdict.tokens))
-        for rank in range(1, self.target.link.size):
-            self.target.tell(rank, commit)
+        with interrupts_held():  # else an interrupt may come before the others are told
+            self.own.commit(verdict)
+            for rank in range(1, self.target.link.size):
+                self.target.tell(rank, commit)
 
     def close(self) -> None:
-        for rank in range(self.target.link.size):
-            self.target.tell(rank, Close(self.number))
+        with interrupts_held():
+            for rank in range(self.target.link.size):
+                self.target.tell(rank, Close(self.number))
 
 
 class TensorParallelTarget(FollowedTarget):
@@ -265,9 +267,10 @@ class TensorParallelTarget(FollowedTarget):
 
         Nothing is computed. The others choose nothing, so that they need no more than the usual parameters.
         """
-        self.here.run(command(params))
-        for rank in range(1, self.link.size):
-            self.tell(rank, command(SamplingParams()))
+        with interrupts_held():
+            self.here.run(command(params))
+            for rank in range(1, self.link.size):
+                self.tell(rank, command(SamplingParams()))
         return TensorSession(self, number)
 
     def prefill(self, session: TensorSession, max_tokens: int) -> PromptRows | None:
