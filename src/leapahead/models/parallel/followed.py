@@ -18,8 +18,9 @@ from typing import Any
 
 from leapahead.core.errors import CacheFull, LeapaheadError
 from leapahead.core.tree import TokenTree
-from leapahead.models.base import Cost, Target, TargetInfo
-from leapahead.models.parallel.device import Command, Device, Forget
+from leapahead.models.base import Capture, Cost, Target, TargetInfo, require
+from leapahead.models.choices import PromptRows
+from leapahead.models.parallel.device import Command, Device, Forget, Read
 from leapahead.models.parallel.link import Disconnected, Link
 from leapahead.models.parallel.worker import DONE, FAILED, FULL, Reply, Stop
 
@@ -99,6 +100,16 @@ class FollowedTarget:
         """Of the whole trees, as the latency profile is of forwards that were divided in the same way."""
         own = [self.here.sessions[session.number] for session in sessions]
         return self.here.target.cost(own, trees)
+
+    def prefill(self, session: Any, max_tokens: int) -> PromptRows | None:
+        left = max(0, session.unread - max_tokens)
+        rows: PromptRows | None = self._everywhere([Read(session.number, left, max_tokens)] * self.link.size)[0]
+        return rows
+
+    def _check_step(self, sessions: Sequence[Any], capture: Capture) -> None:
+        require(self.info, capture.needs, "this capture")
+        if any(session.unread for session in sessions):
+            raise LeapaheadError("a session whose prompt is not read cannot be stepped; call target.prefill first")
 
     def tell(self, rank: int, command: Command) -> None:
         """Gives a device a command that has no answer; one of another process gets it with the next command."""

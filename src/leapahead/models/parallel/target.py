@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 
 from leapahead.core.bias import LogitBias
-from leapahead.core.errors import LeapaheadError, Refused
+from leapahead.core.errors import Refused
 from leapahead.core.sampling import Sampler, SamplingParams
 from leapahead.core.tree import IntArray, TokenTree
 from leapahead.core.verify import Verdict
 from leapahead.models.base import CHAIN, LOGITS, NOTHING, TOP_K, TREE, Capture, TargetInfo, require
-from leapahead.models.choices import Choices, FloatArray, PromptRows
-from leapahead.models.parallel.device import Close, Command, Commit, Fork, Found, Open, Part, Read, Step
+from leapahead.models.choices import Choices, FloatArray
+from leapahead.models.parallel.device import Close, Command, Commit, Fork, Found, Open, Part, Step
 from leapahead.models.parallel.followed import FollowedTarget
 from leapahead.models.parallel.split import split
 
@@ -196,11 +196,6 @@ class ParallelTarget(FollowedTarget):
             raise
         return ParallelSession(self, number, tokens, params, owner)
 
-    def prefill(self, session: ParallelSession, max_tokens: int) -> PromptRows | None:
-        left = max(0, session.unread - max_tokens)
-        rows: PromptRows | None = self._everywhere([Read(session.number, left, max_tokens)] * self.link.size)[0]
-        return rows
-
     def step(
         self,
         sessions: Sequence[ParallelSession],
@@ -208,11 +203,9 @@ class ParallelTarget(FollowedTarget):
         num_computed: Sequence[int] | None = None,
         capture: Capture = NOTHING,
     ) -> list[Choices]:
-        require(self.info, capture.needs, "this capture")
+        self._check_step(sessions, capture)
         if num_computed is not None:
             raise Refused("a draft cannot grow on several devices; use one device for a draft model")
-        if any(session.unread for session in sessions):
-            raise LeapaheadError("a session whose prompt is not read cannot be stepped; call target.prefill first")
         ranks = range(self.link.size)
         parts: list[list[Part]] = [[] for _ in ranks]
         owned: list[list[list[int]]] = []  # for each session and device, the nodes whose choices it gives

@@ -43,8 +43,8 @@ from leapahead.models.base import (
     TargetInfo,
     require,
 )
-from leapahead.models.choices import Choices, PromptRows
-from leapahead.models.parallel.device import Close, Command, Commit, Device, Fork, Open, Read
+from leapahead.models.choices import Choices
+from leapahead.models.parallel.device import Close, Command, Commit, Device, Fork, Open
 from leapahead.models.parallel.followed import FollowedTarget
 from leapahead.models.parallel.link import TIMEOUT, Disconnected, Link
 
@@ -273,11 +273,6 @@ class TensorParallelTarget(FollowedTarget):
                 self.tell(rank, command(SamplingParams()))
         return TensorSession(self, number)
 
-    def prefill(self, session: TensorSession, max_tokens: int) -> PromptRows | None:
-        left = max(0, session.unread - max_tokens)
-        rows: PromptRows | None = self._everywhere([Read(session.number, left, max_tokens)] * self.link.size)[0]
-        return rows
-
     def step(
         self,
         sessions: Sequence[TensorSession],
@@ -285,9 +280,7 @@ class TensorParallelTarget(FollowedTarget):
         num_computed: Sequence[int] | None = None,
         capture: Capture = NOTHING,
     ) -> list[Choices]:
-        require(self.info, capture.needs, "this capture")
-        if any(session.unread for session in sessions):
-            raise LeapaheadError("a session whose prompt is not read cannot be stepped; call target.prefill first")
+        self._check_step(sessions, capture)
         own = Called([session.own for session in sessions], trees, num_computed, capture)
         numbers = tuple(session.number for session in sessions)
         given = tuple((tree.token_list, tree.parent_list) for tree in trees)
